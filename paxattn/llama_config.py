@@ -58,6 +58,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (None,),
     "no_rope_layers": (None, []),
     "use_qk_norm": (None, False),
+    "rope_interleaved": (None, False),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
 }
@@ -254,9 +255,9 @@ def _required_int(config: Mapping[str, Any], name: str) -> int:
 
 
 def _model_type(config: Mapping[str, Any]) -> str:
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in _CLASSES:
-        _refuse("model_type", model_type, "known: " + ", ".join(_CLASSES))
+        _refuse("model_type", config.get("model_type"), "known: " + ", ".join(_CLASSES))
     architectures = config.get("architectures") or [_CLASSES[model_type]]
     if list(architectures) != [_CLASSES[model_type]]:
         _refuse("architectures", architectures, f"only ['{_CLASSES[model_type]}'] can be run")
