@@ -1,0 +1,234 @@
+"""Paged memory as a value: an allocator and the block tables of B sequences.
+
+    memory = init(num_pages=1024, max_seqs=8, pages_per_seq=64, page_size=16)
+    memory, ok = reserve(memory, prompt_lengths)         # pages for a batch of prompts
+    memory, slots, ok = append(memory, active)           # one more token for each active row
+    memory, (source, target), ok = fork(memory, parents) # children share their parents' pages
+    memory = release(memory, finished)
+
+Every function is pure and vectorised over the batch, and can be called under ``jit``, ``vmap``,
+``scan``, ``cond`` and ``while_loop``. ``ok`` is False only where something was asked that could
+not be had; such a row changes nothing, and the others are served in the order of the rows (a row
+behind one that did not fit waits too). The cost is O(B) for an append and O(B*M) for the others,
+whatever the number of pages.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from paxattn import allocator as _allocator
+from paxattn import block_tables as _tables
+from paxattn.allocator import Allocator
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedMemory:
+    """Which pages each sequence holds, and how many tokens are in them.
+
+    A row's table entries ``[:ceil(lengths / page_size)]`` are its pages, the others are 0. A page
+    that is not full belongs to one row alone, so a token can always be written to it.
+    """
+
+    allocator: Allocator
+    block_tables: jax.Array  # [B, M] int32
+    lengths: jax.Array  # [B] int32
+    page_size: int = dataclasses.field(metadata={"static": True})
+
+
+def init(num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int) -> PagedMemory:
+    """Empty memory.
+
+    Args:
+      num_pages: N, pages in the pool, the null page included.
+      max_seqs: B, sequences that can be held at once.
+      pages_per_seq: M, the most pages of one sequence.
+      page_size: P, tokens in a page.
+
+    Raises:
+      ValueError: if a size is not positive or a slot number would not fit in 32 bits.
+    """
+    check_sizes(num_pages, max_seqs, pages_per_seq, page_size)
+    return PagedMemory(
+        allocator=_allocator.init(num_pages),
+        block_tables=jnp.zeros((max_seqs, pages_per_seq), jnp.int32),
+        lengths=jnp.zeros(max_seqs, jnp.int32),
+        page_size=page_size,
+    )
+
+
+def reserve(memory: PagedMemory, new_lengths: jax.Array) -> tuple[PagedMemory, jax.Array]:
+    """Let each row grow until it holds ``new_lengths[b]`` tokens.
+
+    Args:
+      memory: the memory.
+      new_lengths: ``[B]`` int32; the present length leaves a row as it is.
+
+    Returns:
+      The next memory, whose ``lengths`` are the new ones where granted, and ``ok`` ``[B]`` bool:
+      False where pages ran short, where the table is too narrow, or where the row would shrink.
+    """
+    tables, lengths, size = memory.block_tables, memory.lengths, memory.page_size
+    width = tables.shape[1]
+    have = _tables.pages_for(lengths, size)
+    need = _tables.pages_for(jnp.maximum(new_lengths, 0), size)
+    possible = (new_lengths >= lengths) & (need <= width)
+    counts = jnp.where(possible, need - have, 0)
+    # Growth inside a page writes to that page: it must not be shared.
+    possible &= (new_lengths == lengths) | _tail_is_exclusive(memory)
+    counts = jnp.where(possible, counts, 0)
+    allocator, pages, granted = _allocator.take(memory.allocator, counts, have, width)
+    ok = possible & granted
+    return (
+        dataclasses.replace(
+            memory,
+            allocator=allocator,
+            block_tables=jnp.where(pages != 0, pages, tables),
+            lengths=jnp.where(ok, new_lengths, lengths),
+        ),
+        ok,
+    )
+
+
+def append(memory: PagedMemory, active: jax.Array) -> tuple[PagedMemory, jax.Array, jax.Array]:
+    """Make place for one more token in each active row; a page is taken only at a page's end.
+
+    Args:
+      memory: the memory.
+      active: ``[B]`` bool.
+
+    Returns:
+      The next memory; ``slots`` ``[B]`` int32, where to write the token, 0 (the null page) for
+      a row that is inactive or was refused; ``ok`` ``[B]`` bool, True for inactive rows.
+    """
+    tables, lengths, size = memory.block_tables, memory.lengths, memory.page_size
+    rows, width = tables.shape
+    column = lengths // size  # [B]: the page of the next token
+    needs_page = lengths % size == 0
+    possible = active & (column < width) & _tail_is_exclusive(memory)
+    counts = (possible & needs_page).astype(jnp.int32)
+    allocator, pages, granted = _allocator.take(memory.allocator, counts, jnp.zeros_like(counts), 1)
+    new = pages[:, 0]  # [B]
+    done = possible & granted
+    # scattered, not selected: an append touches B entries of the table, not B*M
+    at = jnp.where(new != 0, column, width)
+    tables = tables.at[jnp.arange(rows, dtype=jnp.int32), at].set(new, mode="drop")
+    page = jnp.where(needs_page, new, _tables.entry_at(tables, column))
+    return (
+        dataclasses.replace(
+            memory,
+            allocator=allocator,
+            block_tables=tables,
+            lengths=lengths + done.astype(jnp.int32),
+        ),
+        jnp.where(done, page * size + lengths % size, 0),
+        done | ~active,
+    )
+
+
+def fork(
+    memory: PagedMemory, parents: jax.Array
+) -> tuple[PagedMemory, tuple[jax.Array, jax.Array], jax.Array]:
+    """Make each empty row b a copy of row ``parents[b]``: copy-on-write.
+
+    Full pages are shared. A partial last page will be written by both, so the child gets a page
+    of its own and the caller copies the content, in every layer, before the next write.
+
+    Args:
+      memory: the memory; parents are read as they stand before this call.
+      parents: ``[B]`` int32, -1 for rows that are to stay as they are.
+
+    Returns:
+      The next memory; ``(source, target)``, each ``[B]`` int32, the pages to copy, 0 and 0 where
+      there is nothing to copy; ``ok`` ``[B]`` bool: False where pages ran short, where row b
+      holds something already, or where there is no such parent.
+    """
+    tables, lengths, size = memory.block_tables, memory.lengths, memory.page_size
+    rows, width = tables.shape
+    asked = parents != -1
+    possible = asked & (parents >= 0) & (parents < rows) & (lengths == 0)
+    parent = jnp.where(possible, parents, 0)
+    length = jnp.where(possible, lengths[parent], 0)
+    full = length // size
+    counts = (possible & (length % size > 0)).astype(jnp.int32)
+    allocator, pages, granted = _allocator.take(memory.allocator, counts, full, width)
+    done = possible & granted
+
+    inherited = tables[parent]  # [B, M]
+    shared = done[:, None] & (jnp.arange(width, dtype=jnp.int32)[None, :] < full[:, None])
+    shared &= inherited != 0
+    allocator, _ = _allocator.share(allocator, inherited, shared)
+    child = jnp.where(shared, inherited, pages)
+    copied = done & (counts > 0)
+    source = jnp.where(copied, _tables.entry_at(inherited, full), 0)
+    target = jnp.where(copied, _tables.entry_at(pages, full), 0)
+    return (
+        dataclasses.replace(
+            memory,
+            allocator=allocator,
+            block_tables=jnp.where(done[:, None], child, tables),
+            lengths=jnp.where(done, length, lengths),
+        ),
+        (source, target),
+        done | ~asked,
+    )
+
+
+def release(memory: PagedMemory, mask: jax.Array) -> PagedMemory:
+    """Empty the rows that ``mask`` ``[B]`` bool selects; releasing an empty row does nothing.
+
+    A page goes back to the free list when its last holder has gone.
+    """
+    tables = memory.block_tables
+    allocator, _ = _allocator.give(memory.allocator, tables, mask[:, None] & (tables != 0))
+    return dataclasses.replace(
+        memory,
+        allocator=allocator,
+        block_tables=jnp.where(mask[:, None], 0, tables),
+        lengths=jnp.where(mask, 0, memory.lengths),
+    )
+
+
+def slot_mapping(memory: PagedMemory, rows: jax.Array, positions: jax.Array) -> jax.Array:
+    """Slots of tokens: ``[T]`` rows (negative: padding) and positions to ``[T]`` int32.
+
+    0, a slot of the null page, for padding and for places that the row does not hold.
+    """
+    return _tables.slots(memory.block_tables, rows, positions, memory.page_size)
+
+
+def free_pages(memory: PagedMemory) -> jax.Array:
+    """Pages that can be taken, ``[]`` int32."""
+    return memory.allocator.num_free
+
+
+def held_pages(memory: PagedMemory) -> jax.Array:
+    """Table entries held by each row, ``[B]`` int32; a shared page counts for each holder."""
+    return _tables.held_pages(memory.block_tables)
+
+
+def check_sizes(num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int) -> None:
+    """Raise ValueError for sizes that no memory, paged or contiguous, can have."""
+    sizes = {"max_seqs": max_seqs, "pages_per_seq": pages_per_seq, "page_size": page_size}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    if num_pages < 2:
+        raise ValueError(
+            f"num_pages is {num_pages}: page 0 is the null page, so a pool needs at least 2 pages"
+        )
+    if num_pages * page_size >= 2**31 or pages_per_seq * page_size >= 2**31:
+        raise ValueError(
+            f"{num_pages} pages ({pages_per_seq} a sequence) of {page_size} tokens: slots are "
+            f"32 bits wide, so a pool and a sequence hold less than {2**31} tokens each; "
+            "take fewer pages"
+        )
+
+
+def _tail_is_exclusive(memory: PagedMemory) -> jax.Array:
+    """``[B]`` bool: the row's last page is full, absent, or held by this row alone."""
+    partial = memory.lengths % memory.page_size != 0
+    tail = _tables.entry_at(memory.block_tables, memory.lengths // memory.page_size)
+    return ~partial | (memory.allocator.refcount[tail] == 1)
