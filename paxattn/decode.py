@@ -1,0 +1,298 @@
+"""The compiled steps of the engine: the only place where it jits and donates.
+
+Three programs, each compiled once for each shape bucket:
+  prefill   a packed chunk of prompt tokens of several sequences in one ragged call, and the first
+            token of every sequence whose prompt it completes;
+  decode    up to `MAX_STEPS` tokens for each row, page allocation included, without returning to
+            the host; it comes back when a row ends, pages run out or the step budget is used up;
+  tables    reserve or release rows.
+
+A row's arithmetic does not depend on what else is in the batch: dense products of two or more
+rows give each row the same bits whatever their number, and attention cuts a sequence at absolute
+positions. So greedy tokens are identical in any batch, and after any preemption.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import paged_attention, ragged_paged_attention
+from paxattn import contiguous, kv_pool
+from paxattn import memory as paged
+from paxattn.kv_pool import KVPool
+from paxattn.llama import Llama
+from paxattn.sampling import SamplingArrays, logprobs_of, sample
+
+MAX_STEPS = 32  # decode steps of one program run: the width of its output
+
+
+class State(NamedTuple):
+    """Everything that persists between steps; donated to each step and returned by it."""
+
+    pool: KVPool
+    memory: Any  # paxattn.memory.PagedMemory or paxattn.contiguous.ReserveMax
+
+
+class PrefillInputs(NamedTuple):
+    """Packed chunks of prompts; T tokens, S sequences, both padded to their bucket."""
+
+    tokens: jax.Array  # [T] int32
+    positions: jax.Array  # [T] int32
+    context_lens: jax.Array  # [T] int32: the length of the whole prompt, see rope.cos_sin
+    token_rows: jax.Array  # [T] int32: memory row of each token; -1 is padding
+    seq_rows: jax.Array  # [S] int32: memory row of each sequence; -1 is padding
+    cu_q_lens: jax.Array  # [S + 1] int32
+    kv_lens: jax.Array  # [S] int32: tokens of each sequence stored after this chunk
+    num_seqs: jax.Array  # [1] int32
+    generated: jax.Array  # [S] int32: output position of the token that is sampled
+
+
+class DecodeInputs(NamedTuple):
+    """One row a running sequence; b rows, padded to their bucket."""
+
+    rows: jax.Array  # [b] int32: memory row; -1 is padding
+    tokens: jax.Array  # [b] int32: the last token, whose key and value are not stored yet
+    generated: jax.Array  # [b] int32: output tokens so far, `tokens` included
+    limit: jax.Array  # [b] int32: output tokens at which the row ends
+    forced: jax.Array  # [b, MAX_STEPS] int32: tokens to replay after a preemption
+    num_forced: jax.Array  # [b] int32
+    steps: jax.Array  # [] int32, at most MAX_STEPS
+    until_one_ends: jax.Array  # [] bool: come back when a row ends, else when all have
+
+
+class Sampled(NamedTuple):
+    """Tokens and, if asked, log-probabilities; leading axes [S] or [b, MAX_STEPS]."""
+
+    tokens: jax.Array  # int32; -1 where there is none
+    logprobs: jax.Array | None  # float32, of `tokens`
+    top_ids: jax.Array | None  # [..., count] int32
+    top_logprobs: jax.Array | None  # [..., count] float32
+
+
+class Choice(NamedTuple):
+    """Static: how tokens are chosen."""
+
+    greedy: bool  # no row samples
+    logprobs: int  # 0: none; otherwise how many of the likeliest tokens come with each
+
+
+def ops_of(memory: Any) -> ModuleType:
+    """The module of functions that work on this kind of memory."""
+    return contiguous if isinstance(memory, contiguous.ReserveMax) else paged
+
+
+def _choose(logits, sampling, generated, choice: Choice) -> Sampled:
+    tokens = sample(logits, sampling, generated, greedy=choice.greedy)
+    if not choice.logprobs:
+        return Sampled(tokens, None, None, None)
+    return Sampled(tokens, *logprobs_of(logits, tokens, choice.logprobs))
+
+
+def _table_rows(memory: Any, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Tables [b, M] and lengths [b] of memory rows; a padding row (-1) holds nothing."""
+    safe = jnp.maximum(rows, 0)
+    real = rows >= 0
+    return (
+        jnp.where(real[:, None], memory.block_tables[safe], 0),
+        jnp.where(real, memory.lengths[safe], 0),
+    )
+
+
+def _prefill(
+    model: Llama, choice: Choice, params, state: State, inputs: PrefillInputs, sampling
+) -> tuple[State, Sampled]:
+    config = model.config
+    pool, memory = state
+    slots = ops_of(memory).slot_mapping(memory, inputs.token_rows, inputs.positions)
+    tables, _ = _table_rows(memory, inputs.seq_rows)
+    scale = config.head_dim**-0.5
+
+    def attend(layer, q, k, v, pool):
+        pool = kv_pool.write(pool, layer, k, v, slots)
+        out = ragged_paged_attention(
+            q,
+            (pool.k[layer], pool.v[layer]),
+            inputs.kv_lens,
+            tables,
+            inputs.cu_q_lens,
+            inputs.num_seqs,
+            sm_scale=scale,
+            sliding_window=config.layer_window(layer),
+            kv_layout=pool.layout,
+            kv_dtype=pool.dtype,
+        )
+        return out, pool
+
+    hidden, pool = model.apply(
+        {"params": params}, inputs.tokens, inputs.positions, inputs.context_lens, pool, attend
+    )
+    last = jnp.maximum(inputs.cu_q_lens[1:] - 1, 0)
+    logits = model.apply({"params": params}, hidden[last], method="unembed")
+    return State(pool, memory), _choose(logits, sampling, inputs.generated, choice)
+
+
+class _Loop(NamedTuple):
+    step: jax.Array
+    state: State
+    tokens: jax.Array  # [b]
+    generated: jax.Array  # [b]
+    active: jax.Array  # [b] bool
+    out: Sampled
+    ended: jax.Array  # [] bool: some row ended in the last step
+
+
+def _decode(
+    model: Llama,
+    choice: Choice,
+    params,
+    state: State,
+    inputs: DecodeInputs,
+    sampling: SamplingArrays,
+) -> tuple[State, Sampled, jax.Array]:
+    b = inputs.rows.shape[0]
+    ops = ops_of(state.memory)
+    max_rows = state.memory.lengths.shape[0]
+    scatter_to = jnp.where(inputs.rows >= 0, inputs.rows, max_rows)
+
+    def batch_wide(active):
+        return jnp.zeros(max_rows, bool).at[scatter_to].set(active, mode="drop")
+
+    def go_on(loop: _Loop) -> jax.Array:
+        fits = _append_fits(loop.state.memory, batch_wide(loop.active))
+        stop = loop.ended & inputs.until_one_ends
+        return (loop.step < inputs.steps) & jnp.any(loop.active) & fits & ~stop
+
+    def step(loop: _Loop) -> _Loop:
+        memory, slots, _ = ops.append(loop.state.memory, batch_wide(loop.active))
+        slots = jnp.where(loop.active, slots[jnp.maximum(inputs.rows, 0)], 0)
+        tables, lengths = _table_rows(memory, inputs.rows)
+        lengths = jnp.where(loop.active, lengths, 0)
+        logits, pool = decode_logits(
+            model, params, loop.state.pool, loop.tokens, tables, lengths, slots
+        )
+        chosen = _choose(logits, sampling, loop.generated, choice)
+        forced = loop.step < inputs.num_forced
+        tokens = jnp.where(forced, inputs.forced[:, loop.step], chosen.tokens)
+        generated = loop.generated + 1
+        stops = jnp.any(sampling.stop_ids == tokens[:, None], axis=1)
+        stops &= (generated > sampling.min_tokens) & ~forced
+        ends = loop.active & (stops | (generated >= inputs.limit))
+        written = Sampled(jnp.where(loop.active, tokens, -1), *chosen[1:])
+        return _Loop(
+            loop.step + 1,
+            State(pool, memory),
+            jnp.where(loop.active, tokens, loop.tokens),
+            jnp.where(loop.active, generated, loop.generated),
+            loop.active & ~ends,
+            jax.tree.map(lambda out, new: out.at[:, loop.step].set(new), loop.out, written),
+            jnp.any(ends),
+        )
+
+    count = choice.logprobs
+    steps = (b, MAX_STEPS)
+    out = Sampled(
+        jnp.full(steps, -1, jnp.int32),
+        jnp.zeros(steps, jnp.float32) if count else None,
+        jnp.zeros((*steps, count), jnp.int32) if count else None,
+        jnp.zeros((*steps, count), jnp.float32) if count else None,
+    )
+    loop = jax.lax.while_loop(
+        go_on,
+        step,
+        _Loop(
+            jnp.int32(0),
+            state,
+            inputs.tokens,
+            inputs.generated,
+            (inputs.rows >= 0) & (inputs.generated < inputs.limit),
+            out,
+            jnp.zeros((), bool),
+        ),
+    )
+    return loop.state, loop.out, loop.step
+
+
+def decode_logits(
+    model: Llama,
+    params,
+    pool: KVPool,
+    tokens: jax.Array,  # [b] int32
+    tables: jax.Array,  # [b, M] int32
+    lengths: jax.Array,  # [b] int32: `tokens` included; 0 for a row that is padding
+    slots: jax.Array,  # [b] int32: where the tokens' keys and values go
+) -> tuple[jax.Array, KVPool]:
+    """One decode step: logits [b, V] float32 after `tokens`, and the pool that holds them."""
+    config = model.config
+    scale = config.head_dim**-0.5
+
+    def attend(layer, q, k, v, pool):
+        pool = kv_pool.write(pool, layer, k, v, slots)
+        out = paged_attention(
+            q,
+            pool.k[layer],
+            pool.v[layer],
+            tables,
+            lengths,
+            sm_scale=scale,
+            sliding_window=config.layer_window(layer),
+            kv_layout=pool.layout,
+            kv_dtype=pool.dtype,
+        )
+        return out, pool
+
+    positions = jnp.maximum(lengths - 1, 0)
+    hidden, pool = model.apply({"params": params}, tokens, positions, lengths, pool, attend)
+    return model.apply({"params": params}, hidden, method="unembed"), pool
+
+
+def _append_fits(memory: Any, active: jax.Array) -> jax.Array:
+    """Whether every active row can take one more token; the reserved cache always can."""
+    if isinstance(memory, contiguous.ReserveMax):
+        return jnp.ones((), bool)
+    crossing = active & (memory.lengths % memory.page_size == 0)
+    return jnp.sum(crossing, dtype=jnp.int32) <= memory.allocator.num_free
+
+
+class Programs:
+    """The compiled programs of one model, and how many there are.
+
+    A plain closure over jitted functions: the counters are bumped while JAX traces, so they count
+    compilations and cost nothing afterwards.
+    """
+
+    def __init__(self, model: Llama):
+        self.compiled: dict[str, int] = {}
+
+        def counted(name: str, f: Callable, *bound):
+            def traced(*args):
+                self.compiled[name] = self.compiled.get(name, 0) + 1
+                return f(*bound, *args)
+
+            return traced
+
+        def program(name: str, f: Callable, donate: int) -> Callable:
+            cache: dict[Choice, Callable] = {}
+
+            def call(choice: Choice, *args):
+                if choice not in cache:
+                    bound = counted(name, f, model, choice)
+                    cache[choice] = jax.jit(bound, donate_argnums=donate)
+                return cache[choice](*args)
+
+            return call
+
+        def reserve(memory, lengths):
+            return ops_of(memory).reserve(memory, lengths)
+
+        def release(memory, mask):
+            return ops_of(memory).release(memory, mask)
+
+        self.prefill = program("prefill", _prefill, 1)
+        self.decode = program("decode", _decode, 1)
+        self.reserve = jax.jit(counted("tables", reserve), donate_argnums=0)
+        self.release = jax.jit(counted("tables", release), donate_argnums=0)
+
+

@@ -1,0 +1,82 @@
+"""How a request is sampled and when it stops: the names that vLLM's users know."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """One request's sampling.
+
+    Args:
+      n: completions of one prompt.
+      temperature: 0 takes the likeliest token (greedy); otherwise logits are divided by it.
+      top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+      top_p: keep the likeliest tokens whose probabilities sum to at least this; in (0, 1].
+      min_p: keep tokens at least this times as likely as the likeliest; in [0, 1].
+      seed: the same seed gives the same tokens, whatever else is in the batch. Without one a
+        request takes its seed from the `LLM`'s and from how many requests came before it.
+      max_tokens: the most tokens that are generated.
+      min_tokens: no stop token and no stop string counts before this many.
+      stop: strings at which the text ends; they are not part of it.
+      stop_token_ids: token ids that end a request, beside the model's end-of-sequence ids.
+      ignore_eos: the model's end-of-sequence ids do not end the request.
+      logprobs: for each token its log-probability and those of this many likeliest tokens.
+
+    Raises:
+      ValueError: a value outside its range; the message names it.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: Sequence[str] | str = field(default_factory=tuple)
+    stop_token_ids: Sequence[int] = field(default_factory=tuple)
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self):
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        _integer("n", self.n, 1)
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _integer("top_k", self.top_k, -1)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p <= 0:
+            raise ValueError(f"top_p must be in (0, 1]; got {self.top_p}")
+        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for s in stop:
+            if not isinstance(s, str) or not s:
+                raise ValueError(f"stop must hold non-empty strings; got {s!r}")
+        for i in self.stop_token_ids:
+            _integer("stop_token_ids", i, 0)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+
+
+def _number(name: str, value, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number; got {value!r}")
+    if math.isnan(value) or math.isinf(value) or not low <= value <= high:
+        raise ValueError(f"{name} must be a finite number in [{low}, {high}]; got {value}")
+
+
+def _integer(name: str, value, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer; got {value!r}")
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be {bound}; got {value}")
