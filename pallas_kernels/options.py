@@ -37,6 +37,6 @@ class AttentionOptions:
     soft_cap: float | None = _static(None)
     mask_value: float | None = _static(None)  # accepted for JAX's callers; masks here are exact
     sliding_window: int | None = _static(None)  # in tokens, the query's own included
-    kv_layout: KVLayout = _static("KNPD")
+    kv_layout: KVLayout = _static("KNPD")  # noqa: RUF009
     kv_dtype: str | None = _static(None)  # "bfloat16" where the pages are uint16 bits, else None
     return_lse: bool = _static(False)

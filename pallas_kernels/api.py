@@ -1,0 +1,312 @@
+"""The two public attention calls, in the ecosystem's dialects, and the choice of a backend.
+
+`paged_attention` has the arguments of `jax.experimental.pallas.ops.gpu.paged_attention`,
+`ragged_paged_attention` those of JAX's TPU `ragged_paged_attention`: a model that calls one of them
+switches by changing its import line. Everything they lack is a keyword.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import faults, reference, validate, vjp, xla_decode
+from pallas_kernels.options import KVLayout
+from pallas_kernels.validate import require
+
+Result = jax.Array | tuple[jax.Array, jax.Array]
+
+
+def chosen_implementation(implementation: str = "auto") -> str:
+    """Which backend a call with this `implementation` runs on here.
+
+    "pallas": the GPU kernels. "xla": plain XLA, fast on CPUs. "reference": the readable
+    specification. "interpret": the GPU kernels, interpreted on any machine (slow, for tests).
+    "auto" is "pallas" where JAX's default backend is a GPU and "xla" elsewhere.
+
+    Raises:
+      ValueError: `implementation` is none of these.
+      NotImplementedError: "pallas" without a GPU.
+    """
+    require(
+        implementation in validate.IMPLEMENTATIONS,
+        f"implementation must be one of {', '.join(validate.IMPLEMENTATIONS)}; got "
+        f"{implementation!r}.",
+    )
+    platform = jax.default_backend()
+    if implementation == "auto":
+        return "pallas" if platform == "gpu" else "xla"
+    if implementation == "pallas" and platform != "gpu":
+        raise NotImplementedError(
+            f'implementation="pallas" needs an NVIDIA GPU and JAX\'s default backend is {platform}: '
+            'use "xla" (or "interpret" to try the kernels themselves, slowly).'
+        )
+    return implementation
+
+
+def paged_attention(
+    q: jax.Array,  # [B, H, D]
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    block_tables: jax.Array,  # [B, M] int32
+    lengths: jax.Array | None,  # [B] int32
+    k_scales_pages: jax.Array | None = None,
+    v_scales_pages: jax.Array | None = None,
+    *,
+    kv_layout: KVLayout = "KNPD",
+    kv_dtype: Any = None,
+    sm_scale: float | jax.Array = 1.0,
+    attn_logits_soft_cap: float | None = None,
+    mask_value: float | None = None,
+    sliding_window: int | None = None,
+    sinks: jax.Array | None = None,  # [H]
+    alibi_slopes: jax.Array | None = None,  # [H]
+    return_lse: bool = False,
+    implementation: str = "auto",
+    block_h: int | None = None,
+    pages_per_compute_block: int | None = None,
+    k_splits: int | None = None,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    interpret: bool = False,
+    debug: bool = False,
+) -> Result:
+    """Attention of one query token a sequence over the pages of its block table (decode).
+
+    The query is the last of its sequence's `lengths[b]` tokens, whose own key and value are in the
+    pages already. `out[b, h] = softmax_j(s[b, h, j]) @ v[b, j]`, with the logits `s` described at
+    `AttentionOptions`.
+
+    Args:
+      q: [B, H, D] float32, bfloat16 or float16; H a multiple of K.
+      k_pages: The pool's keys: [K, N, P, D], or as `kv_layout` says. Float32, bfloat16, float16,
+        int8, float8_e4m3fn, float8_e5m2, or uint16 (see `kv_dtype`).
+      v_pages: The pool's values, likewise; None for kv_layout "NP2KD".
+      block_tables: [B, M] int32, the physical pages of each sequence in order. Entries past the
+        length are never read.
+      lengths: [B] int32, tokens of each sequence, 0 .. M*P; None: all M*P. 0 gives zeros (and a
+        log-sum-exp of -inf).
+      k_scales_pages: Scale of quantised keys (key = stored * scale): scalar, [K], or the pages'
+        axes without D ([K, N, P] in the default layout).
+      v_scales_pages: The same for values.
+      kv_layout: See `pallas_kernels.layouts`. No layout is copied into another.
+      kv_dtype: "bfloat16" where the pages are uint16 and hold its bits.
+      sm_scale: Factor of q . k; static or traced. Note the default, JAX's, of 1.0.
+      attn_logits_soft_cap: c in c * tanh(s / c).
+      mask_value: Accepted for JAX's callers and unused: masks are exact.
+      sliding_window: Tokens that a query sees, itself included.
+      sinks: [H], a logit that takes part in the softmax and has no value.
+      alibi_slopes: [H], ALiBi's positive slopes.
+      return_lse: Also return the log-sum-exp of the logits, [B, H] float32.
+      implementation: "auto", "pallas", "xla", "reference" or "interpret"; see
+        `chosen_implementation`.
+      block_h, pages_per_compute_block, k_splits, num_warps, num_stages: Tiles of the Pallas kernel;
+        the other backends ignore them.
+      interpret: JAX's spelling of implementation="interpret".
+      debug: Accepted for JAX's callers; ignored.
+
+    Returns:
+      [B, H, D] in q's dtype; with `return_lse` also [B, H] float32 (natural logarithm).
+
+    Raises:
+      ValueError: arguments that do not fit together, by name and value; outside `jax.jit` also page
+        ids and lengths out of range.
+      NotImplementedError: the chosen backend cannot do this; the message names one that can.
+
+    References:
+      Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+      PagedAttention", 2023, equation 4.
+
+    >>> q = jnp.ones((1, 2, 4)); pages = jnp.ones((1, 3, 2, 4))  # K=1, N=3, P=2
+    >>> table, lengths = jnp.array([[2, 1]]), jnp.array([3])
+    >>> paged_attention(q, pages, pages, table, lengths).shape
+    (1, 2, 4)
+    """
+    del debug
+    q, k_pages, block_tables = jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(block_tables)
+    v_pages = None if v_pages is None else jnp.asarray(v_pages)
+    lengths = None if lengths is None else jnp.asarray(lengths)
+    geo, kv_dtype = validate.check_pages(k_pages, v_pages, kv_layout, kv_dtype)
+    validate.check_query(q, geo, "[B, H, D], one token a sequence")
+    validate.check_not_swapped(block_tables, lengths, q.shape[0])
+    validate.check_int32("block_tables", block_tables, block_tables.shape)
+    if lengths is None:
+        full = block_tables.shape[1] * geo.page_size
+        lengths = jnp.full((q.shape[0],), full, jnp.int32)
+    validate.check_int32("lengths", lengths, (q.shape[0],))
+    options = validate.make_options(
+        geo,
+        q.shape[1],
+        sm_scale=sm_scale,
+        soft_cap=attn_logits_soft_cap,
+        mask_value=mask_value,
+        sliding_window=sliding_window,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        k_scale=k_scales_pages,
+        v_scale=v_scales_pages,
+        kv_layout=kv_layout,
+        kv_dtype=kv_dtype,
+        return_lse=return_lse,
+    )
+    if faults.known(block_tables, lengths):
+        faults.check_table_values("block_tables", block_tables, "lengths", lengths, geo)
+    chosen = chosen_implementation("interpret" if interpret else implementation)
+    arrays = (q, k_pages, v_pages, block_tables, lengths)
+    if chosen in ("pallas", "interpret"):
+        tiles = _given(
+            block_h=block_h,
+            pages_per_compute_block=pages_per_compute_block,
+            k_splits=k_splits,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+        out, lse = _kernel("decode")(*arrays, options, interpret=chosen == "interpret", **tiles)
+    else:
+        run = _xla_decode if chosen == "xla" else _reference_decode
+        out, lse = run(*arrays, options)
+    return (out, lse) if return_lse else out
+
+
+def ragged_paged_attention(
+    q: jax.Array,  # [T, H, D]
+    kv_pages: jax.Array | tuple[jax.Array, jax.Array],
+    kv_lens: jax.Array,  # [B] int32
+    page_indices: jax.Array,  # [B, M] int32
+    cu_q_lens: jax.Array,  # [B + 1] int32
+    num_seqs: jax.Array,  # [1] int32
+    *,
+    sm_scale: float | jax.Array = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = None,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+    kv_layout: KVLayout = "NP2KD",
+    kv_dtype: Any = None,
+    sinks: jax.Array | None = None,  # [H]
+    alibi_slopes: jax.Array | None = None,  # [H]
+    return_lse: bool = False,
+    implementation: str = "auto",
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+) -> Result:
+    """Causal attention of packed sequences over their pages: prefill chunks and decodes, mixed.
+
+    Sequence b (of `num_seqs`) owns rows cu_q_lens[b] .. cu_q_lens[b + 1] of q. They are the last of
+    its kv_lens[b] tokens, whose keys and values are all in the pages already. Differentiable by
+    `jax.grad` into q, the pages, sm_scale, sinks and alibi_slopes ("xla" and "reference"); a page
+    that several sequences share receives the sum of their gradients.
+
+    Args:
+      q: [T, H, D] float32, bfloat16 or float16; rows past the last sequence are padding.
+      kv_pages: [N, P, 2K, D] with K0, V0, K1, V1, ..; for the other layouts (k_pages, v_pages).
+      kv_lens: [B] int32; entries past num_seqs are ignored, here and below.
+      page_indices: [B, M] int32, the block tables. Entries past the length are never read.
+      cu_q_lens: [B + 1] int32, running sum of query lengths from 0; a length may be 0.
+      num_seqs: [1] int32 (or a scalar), sequences present, 0 .. B.
+      sm_scale, sliding_window, soft_cap, mask_value: As `paged_attention`.
+      k_scale, v_scale: As `paged_attention`'s scales; per token and head [N, P, K] for "NP2KD".
+      num_kv_pages_per_block, num_queries_per_block, num_warps, num_stages: Tiles of the Pallas
+        kernel; the other backends ignore them.
+      vmem_limit_bytes: Accepted for JAX's callers; ignored.
+      kv_layout, kv_dtype, sinks, alibi_slopes, return_lse, implementation: As `paged_attention`.
+
+    Returns:
+      [T, H, D] in q's dtype, zeros past the last sequence; with `return_lse` also [T, H] float32.
+
+    Raises:
+      ValueError: arguments that do not fit together, by name and value; outside `jax.jit` also
+        values out of range.
+      NotImplementedError: the chosen backend cannot do this; the message names one that can.
+    """
+    del vmem_limit_bytes
+    k_pages, v_pages = _split_pages(kv_pages, kv_layout)
+    q, kv_lens, page_indices = jnp.asarray(q), jnp.asarray(kv_lens), jnp.asarray(page_indices)
+    cu_q_lens, num_seqs = jnp.asarray(cu_q_lens), jnp.asarray(num_seqs)
+    geo, kv_dtype = validate.check_pages(k_pages, v_pages, kv_layout, kv_dtype)
+    validate.check_query(q, geo, "[T, H, D], the packed tokens")
+    validate.check_ragged(kv_lens, page_indices, cu_q_lens, num_seqs)
+    num_seqs = num_seqs.reshape(())
+    options = validate.make_options(
+        geo,
+        q.shape[1],
+        sm_scale=sm_scale,
+        soft_cap=soft_cap,
+        mask_value=mask_value,
+        sliding_window=sliding_window,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_layout=kv_layout,
+        kv_dtype=kv_dtype,
+        return_lse=return_lse,
+    )
+    if faults.known(kv_lens, page_indices, cu_q_lens, num_seqs):
+        count = faults.check_ragged_values(
+            q.shape[0], kv_lens, cu_q_lens, num_seqs, kv_lens.shape[0]
+        )
+        faults.check_table_values(
+            "page_indices", page_indices[:count], "kv_lens", kv_lens[:count], geo
+        )
+    chosen = chosen_implementation(implementation)
+    arrays = (q, k_pages, v_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
+    if chosen in ("pallas", "interpret"):
+        tiles = _given(
+            num_kv_pages_per_block=num_kv_pages_per_block,
+            num_queries_per_block=num_queries_per_block,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+        out, lse = _kernel("ragged")(*arrays, options, interpret=chosen == "interpret", **tiles)
+    else:
+        run = _xla_ragged if chosen == "xla" else _reference_ragged
+        out, lse = run(*arrays, options)
+    return (out, lse) if return_lse else out
+
+
+def _split_pages(pages: Any, kv_layout: str) -> tuple[jax.Array, jax.Array | None]:
+    if isinstance(pages, tuple | list):
+        require(
+            kv_layout != "NP2KD" and len(pages) == 2,
+            f"kv_pages is a tuple of {len(pages)} arrays and kv_layout={kv_layout!r}: pass one "
+            'interleaved array for "NP2KD", or (k_pages, v_pages) and the name of their layout.',
+        )
+        return jnp.asarray(pages[0]), jnp.asarray(pages[1])
+    require(
+        kv_layout == "NP2KD",
+        f"kv_layout={kv_layout!r} needs kv_pages = (k_pages, v_pages); got one array.",
+    )
+    return jnp.asarray(pages), None
+
+
+def _given(**tiles: int | None) -> dict[str, int]:
+    return {name: value for name, value in tiles.items() if value is not None}
+
+
+def _kernel(name: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The Pallas launcher, imported when it is first needed."""
+    try:
+        if name == "decode":
+            from pallas_kernels.gpu_decode import decode as launch
+        else:
+            from pallas_kernels.gpu_ragged import ragged as launch
+    except ImportError as error:
+        raise NotImplementedError(
+            f'The Pallas {name} kernel is not available here ({error}): use implementation="xla".'
+        ) from error
+    return launch
+
+
+# Jitted so that an eager call compiles once; inside a caller's jit they are inlined.
+_xla_decode = jax.jit(xla_decode.decode)
+_reference_decode = jax.jit(reference.decode)
+_xla_ragged = jax.jit(vjp.ragged)
+_reference_ragged = jax.jit(reference.ragged)
