@@ -123,34 +123,40 @@ def give(state: Allocator, pages: jax.Array, mask: jax.Array) -> tuple[Allocator
       entry changes nothing, so no page can stand on the free list twice.
     """
     num_pages = state.refcount.shape[0]
-    refcount = state.refcount
     in_pool = (pages > 0) & (pages < num_pages)
-    asked = mask & in_pool
-    safe = jnp.where(asked, pages, 0)
-    at = jnp.where(asked, pages, num_pages)
+    before = state.refcount[jnp.where(in_pool, pages, 0)]
+    held = mask & in_pool & (before > 0)
+    safe = jnp.where(held, pages, 0)
 
-    refcount = refcount.at[at].add(-1, mode="drop")
+    refcount = state.refcount.at[_only(held, pages, num_pages)].add(-1, mode="drop")
     left = refcount[safe]
-    too_often = asked & (left < 0)
-    refcount = refcount.at[jnp.where(too_often, pages, num_pages)].add(1, mode="drop")
-    freed = asked & (left == 0)
+    too_often = held & (left < 0)
+    freed = held & (left == 0)
 
     # A page released by several rows at once stands here several times, and must be pushed once.
     # Its count is 0 now, so it can carry the number of its last entry for a moment: no array of
-    # N marks is needed, and the cost stays that of the request.
-    shape = pages.shape
-    number = jnp.arange(1, pages.size + 1, dtype=jnp.int32).reshape(shape)
-    at = jnp.where(freed, pages, num_pages)
-    refcount = refcount.at[at].max(number, mode="drop")
+    # N marks is needed, and the cost stays that of the request. A page named too often has a
+    # negative count, and the same write gives it its old one again.
+    number = jnp.arange(1, pages.size + 1, dtype=jnp.int32).reshape(pages.shape)
+    marked = _only(freed | too_often, pages, num_pages)
+    refcount = refcount.at[marked].max(jnp.where(freed, number, before), mode="drop")
     last = freed & (refcount[safe] == number)
-    refcount = refcount.at[at].set(0, mode="drop")
+    refcount = refcount.at[_only(last, pages, num_pages)].set(0, mode="drop")
 
-    nth = _order(last)  # [...]: the how-manieth push an entry is
-    free_list = state.free_list.at[jnp.where(last, state.num_free + nth, num_pages)].set(
-        pages, mode="drop"
+    push = _only(last, state.num_free + _order(last), num_pages)
+    return (
+        Allocator(
+            free_list=state.free_list.at[push].set(pages, mode="drop"),
+            num_free=state.num_free + jnp.sum(last, dtype=jnp.int32),
+            refcount=refcount,
+        ),
+        (held & ~too_often) | ~mask,
     )
-    num_free = state.num_free + jnp.sum(last, dtype=jnp.int32)
-    return Allocator(free_list, num_free, refcount), (asked & ~too_often) | ~mask
+
+
+def _only(mask: jax.Array, pages: jax.Array, num_pages: int) -> jax.Array:
+    """Indices for a write that drops the entries outside ``mask``."""
+    return jnp.where(mask, pages, num_pages)
 
 
 def _saturating_cumsum(counts: jax.Array, limit: int) -> jax.Array:
