@@ -1,0 +1,10 @@
+"""Weights in: Hugging Face folders and GGUF files to Flax parameters and Orbax checkpoints.
+
+`load` reads any of them; `python -m convert MODEL OUT_DIR` writes an Orbax checkpoint, which
+loads again faster and without conversion.
+"""
+
+from convert.errors import BadCheckpoint, ModelNotFound
+from convert.load import LoadedModel, load
+
+__all__ = ["BadCheckpoint", "LoadedModel", "ModelNotFound", "load"]

@@ -1,0 +1,178 @@
+"""An Orbax checkpoint of the converted model, written whole or not at all.
+
+    OUT_DIR/
+      params/         the parameters, by Orbax
+      paxattn.json    the config and what else loading needs
+      tokenizer...    the tokenizer's files, if the model has one
+
+Everything is written into a hidden folder beside OUT_DIR that takes the name OUT_DIR in one
+rename at the end, so a conversion that dies leaves no folder that loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from convert.assemble import DTYPES, Params
+from convert.errors import BadCheckpoint
+from convert.hf_files import read_json
+from convert.names import targets
+from paxattn.llama_config import LlamaConfig, RopeScaling
+
+MANIFEST = "paxattn.json"
+_VERSION = 1
+_PARTIAL = ".partial-"
+
+
+def save(out: Path, config: LlamaConfig, params: Params, tokenizer: Any, source: str) -> None:
+    """Write the checkpoint `out`.
+
+    Args:
+      out: a folder that does not exist yet, or an empty one.
+      config: the model.
+      params: its parameters, as `assemble` makes them.
+      tokenizer: a transformers tokenizer, or None.
+      source: where the weights came from, for the record.
+
+    Raises:
+      ValueError: `out` has something in it.
+      OSError: the disk is full, or `out` cannot be written; nothing is left behind.
+    """
+    check_free(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _whole_folder(out) as partial:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(partial / "params", params)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(partial))
+        dtype = str(jax.tree.leaves(params)[0].dtype)
+        manifest = {
+            "version": _VERSION,
+            "config": dataclasses.asdict(config),
+            "dtype": dtype,
+            "tokenizer": tokenizer is not None,
+            "source": source,
+        }
+        with open(partial / MANIFEST, "w", encoding="utf-8") as stream:
+            json.dump(manifest, stream, indent=2)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def check_free(out: Path) -> None:
+    """Raises ValueError unless `out` is free to be written: absent, or an empty folder."""
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ValueError(f"{out} exists; remove it or choose another folder")
+
+
+@contextlib.contextmanager
+def _whole_folder(out: Path) -> Iterator[Path]:
+    """A hidden folder beside `out` that becomes `out` if the block ends well, else goes."""
+    for left in out.parent.glob(f".{out.name}{_PARTIAL}*"):
+        if not _alive(left.name.rpartition("-")[2]):  # of a conversion that was killed
+            shutil.rmtree(left, ignore_errors=True)
+    partial = out.parent.resolve() / f".{out.name}{_PARTIAL}{os.getpid()}"
+    partial.mkdir()
+    try:
+        yield partial
+        os.rename(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether `folder` is one that `save` finished."""
+    return (folder / MANIFEST).is_file() and _PARTIAL not in folder.name
+
+
+def read_config(folder: Path) -> LlamaConfig:
+    """The model of a checkpoint.
+
+    Raises:
+      BadCheckpoint: the manifest is damaged or of another version.
+    """
+    return _config(folder, _manifest(folder))
+
+
+def read_params(folder: Path, config: LlamaConfig, dtype: str = "auto") -> Params:
+    """The parameters as they were saved, or cast to `dtype` ("float32" or "bfloat16").
+
+    Raises:
+      BadCheckpoint: an array is missing, extra, misshapen or unreadable.
+    """
+    own = _manifest(folder)["dtype"]
+    wanted = {target.path: target.shape for target in targets(config, "hf")}
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            stored = checkpointer.metadata(folder / "params").item_metadata.tree
+            found = {
+                tuple(key.key for key in path): tuple(leaf.shape)
+                for path, leaf in jax.tree_util.tree_leaves_with_path(stored)
+            }
+            _check(folder, wanted, found)
+            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), stored)
+            restored = checkpointer.restore(
+                folder / "params", args=ocp.args.PyTreeRestore(restore_args=as_numpy)
+            )
+    except BadCheckpoint:
+        raise
+    except Exception as error:  # the library's errors are of many kinds
+        reason = " ".join(str(error).split())[:200]
+        raise BadCheckpoint(f"{folder}: cannot be restored ({reason}); convert again") from None
+    target = DTYPES[own if dtype == "auto" else dtype]
+    return jax.tree.map(lambda leaf: leaf.astype(target, copy=False), restored)
+
+
+def _check(folder: Path, wanted: dict, found: dict) -> None:
+    for path in sorted(wanted.keys() | found.keys()):
+        if wanted.get(path) != found.get(path):
+            raise BadCheckpoint(
+                f"{folder}: parameter {'/'.join(path)} has shape {found.get(path)}, the config "
+                f"asks for {wanted.get(path)}; convert again"
+            )
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    manifest = read_json(folder / MANIFEST)
+    if manifest.get("version") != _VERSION or manifest.get("dtype") not in DTYPES:
+        raise BadCheckpoint(
+            f"{folder / MANIFEST}: version {manifest.get('version')!r} with dtype "
+            f"{manifest.get('dtype')!r} is not known; convert the model again"
+        )
+    return manifest
+
+
+def _config(folder: Path, manifest: dict[str, Any]) -> LlamaConfig:
+    try:
+        raw = dict(manifest["config"])
+        scaling, windows = raw.pop("rope_scaling"), raw.pop("sliding_window")
+        return LlamaConfig(
+            **{**raw, "eos_token_ids": tuple(raw["eos_token_ids"])},
+            rope_scaling=None if scaling is None else RopeScaling(**scaling),
+            sliding_window=tuple(windows) if isinstance(windows, list) else windows,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadCheckpoint(
+            f"{folder / MANIFEST}: the config is damaged ({error}); convert the model again"
+        ) from None
