@@ -145,8 +145,10 @@ def _unpack(wheel: Path, target: Path) -> None:
 # --- the Hugging Face hub ---------------------------------------------------------------------
 
 # Weights only as safetensors; small text files; no code, no pickles.
-_PATTERNS = ("config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*")
-_PATTERNS = (*_PATTERNS, "vocab.json", "merges.txt", "special_tokens_map.json", "*.jinja")
+_PATTERNS = (
+    *("config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*"),
+    *("vocab.json", "merges.txt", "special_tokens_map.json", "*.jinja"),
+)
 
 
 def _hub_cache(hub_id: str) -> Path | None:

@@ -34,6 +34,18 @@ class GgufFile(NamedTuple):
     """Name -> `gguf.ReaderTensor`; shapes there are reversed, `[in, out]`."""
 
 
+class _Reader(gguf.GGUFReader):
+    """The library's reader on a plain array: slicing a `memmap` half a million times is slow."""
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._bytes
+
+    @data.setter
+    def data(self, mapped: np.ndarray) -> None:
+        self._bytes = np.asarray(mapped)
+
+
 def is_gguf(path: Path) -> bool:
     """Whether the file begins as GGUF files do."""
     with open(path, "rb") as stream:
@@ -47,7 +59,7 @@ def open_gguf(path: Path) -> GgufFile:
       BadCheckpoint: not GGUF, damaged, cut short, or one part of a split model.
     """
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _Reader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:  # a damaged file fails in many ways inside the library
         reason = " ".join(str(error).split())[:200] or type(error).__name__

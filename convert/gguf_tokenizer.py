@@ -60,7 +60,7 @@ def _byte_level(fields: dict[str, Any], pre: str) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", [])]
     inner = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3))
     if pre in _DIGIT_BY_DIGIT or pre in _GPT2:
-        split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        split: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         if pre in _DIGIT_BY_DIGIT:
             digits = pre_tokenizers.Digits(individual_digits=True)
             split = pre_tokenizers.Sequence([digits, split])

@@ -206,8 +206,14 @@ def _drop_tied_head(entries: dict[str, Entry], folder: Path) -> None:
     del entries["lm_head.weight"]
 
 
-def read_tokenizer(folder: Path) -> tuple[Any | None, str]:
-    """(tokenizer, "") or (None, why there is none). No code from the folder is run."""
+def read_tokenizer(folder: Path, own: bool = False) -> tuple[Any | None, str]:
+    """(tokenizer, "") or (None, why there is none). No code from the folder is run.
+
+    Args:
+      folder: holds the tokenizer's files.
+      own: the folder is a checkpoint of this project's, whose tokenizer.json says everything; a
+        foreign folder may need the class that its tokenizer_config.json names.
+    """
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any((folder / name).is_file() for name in names):
         return None, (
@@ -216,10 +222,9 @@ def read_tokenizer(folder: Path) -> tuple[Any | None, str]:
         )
     import transformers
 
+    kind = transformers.PreTrainedTokenizerFast if own else transformers.AutoTokenizer
     try:
-        found = transformers.AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
+        found = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library's errors are of many kinds
         reason = " ".join(str(error).split())[:300]
         return None, f"{folder}: the tokenizer cannot be read ({reason})"

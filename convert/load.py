@@ -60,10 +60,11 @@ def load(
     if checkpoint.is_checkpoint(path):
         config = checkpoint.read_config(path)
         params = checkpoint.read_params(path.resolve(), config, dtype)
+        tokenizer, note = hf_files.read_tokenizer(path, own=True)
     else:
         config = hf_files.read_config(path)
         params = hf_files.read_params(path, config, dtype, progress)
-    tokenizer, note = hf_files.read_tokenizer(path)
+        tokenizer, note = hf_files.read_tokenizer(path)
     return LoadedModel(config, params, tokenizer, str(path), note)
 
 

@@ -35,8 +35,10 @@ class Target(NamedTuple):
         return (sum(source.shape[0] for source in self.sources), *first[1:])
 
 
-# (place, names by Hugging Face, names by GGUF); `{}` is the layer.
-_LAYER = (
+_Row = tuple[str, tuple[str, ...], tuple[str, ...]]
+"""(place, names by Hugging Face, names by GGUF); `{}` is the layer."""
+
+_LAYER: tuple[_Row, ...] = (
     ("attn_norm/scale", ("input_layernorm.weight",), ("attn_norm.weight",)),
     (
         "attention/qkv/kernel",
@@ -64,8 +66,10 @@ _LAYER = (
     ("mlp/down/kernel", ("mlp.down_proj.weight",), ("ffn_down.weight",)),
     ("mlp/down/bias", ("mlp.down_proj.bias",), ("ffn_down.bias",)),
 )
-_BEFORE = (("embed_tokens/embedding", ("model.embed_tokens.weight",), ("token_embd.weight",)),)
-_AFTER = (
+_BEFORE: tuple[_Row, ...] = (
+    ("embed_tokens/embedding", ("model.embed_tokens.weight",), ("token_embd.weight",)),
+)
+_AFTER: tuple[_Row, ...] = (
     ("norm/scale", ("model.norm.weight",), ("output_norm.weight",)),
     ("lm_head/kernel", ("lm_head.weight",), ("output.weight",)),
 )
@@ -107,18 +111,18 @@ def targets(config: LlamaConfig, file_format: str) -> tuple[Target, ...]:
       config: the model.
       file_format: "hf" or "gguf", whose names the sources have.
     """
-    column = 1 + FORMATS.index(file_format)
     shapes = _shapes(config)
     rotary = {0: config.num_heads, 1: config.num_kv_heads}
 
-    def row(entry: tuple, prefix: str, folder: tuple[str, ...]) -> list[Target]:
-        place = entry[0]
+    def row(entry: _Row, prefix: str, folder: tuple[str, ...]) -> list[Target]:
+        place, *spellings = entry
+        names = spellings[FORMATS.index(file_format)]
         if place not in shapes:
             return []
         fused = place.startswith("attention/qkv/")
         sources = tuple(
             Source(prefix + name, shape, rotary.get(i, 0) if fused else 0)
-            for i, (name, shape) in enumerate(zip(entry[column], shapes[place], strict=True))
+            for i, (name, shape) in enumerate(zip(names, shapes[place], strict=True))
         )
         return [Target((*folder, *place.split("/")), sources)]
 
