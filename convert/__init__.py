@@ -5,6 +5,6 @@ loads again faster and without conversion.
 """
 
 from convert.errors import BadCheckpoint, ModelNotFound
-from convert.load import LoadedModel, load
+from convert.load import LoadedModel, load, load_tokenizer
 
-__all__ = ["BadCheckpoint", "LoadedModel", "ModelNotFound", "load"]
+__all__ = ["BadCheckpoint", "LoadedModel", "ModelNotFound", "load", "load_tokenizer"]

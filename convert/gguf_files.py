@@ -38,11 +38,11 @@ class _Reader(gguf.GGUFReader):
     """The library's reader on a plain array: slicing a `memmap` half a million times is slow."""
 
     @property
-    def data(self) -> np.ndarray:
+    def data(self) -> Any:
         return self._bytes
 
     @data.setter
-    def data(self, mapped: np.ndarray) -> None:
+    def data(self, mapped: Any) -> None:
         self._bytes = np.asarray(mapped)
 
 

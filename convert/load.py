@@ -48,16 +48,13 @@ def load(
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype must be auto, {' or '.join(DTYPES)}, got {dtype!r}")
-    path = find(model)
-    if (
-        path.is_dir()
-        and not (path / "config.json").is_file()
-        and not checkpoint.is_checkpoint(path)
-    ):
-        path = _only_gguf(path)
+    path = _locate(model)
     if path.is_file():
-        return _load_gguf(path, dtype, progress)
-    if checkpoint.is_checkpoint(path):
+        file = gguf_files.open_gguf(path)
+        config = gguf_files.read_config(file)
+        params = gguf_files.read_params(file, config, dtype, progress)
+        tokenizer, note = gguf_tokenizer.read_tokenizer(file)
+    elif checkpoint.is_checkpoint(path):
         config = checkpoint.read_config(path)
         params = checkpoint.read_params(path.resolve(), config, dtype)
         tokenizer, note = hf_files.read_tokenizer(path, own=True)
@@ -66,6 +63,33 @@ def load(
         params = hf_files.read_params(path, config, dtype, progress)
         tokenizer, note = hf_files.read_tokenizer(path)
     return LoadedModel(config, params, tokenizer, str(path), note)
+
+
+def load_tokenizer(model: str | os.PathLike[str] | None = None) -> Any:
+    """Only the tokenizer of what `load` loads.
+
+    Raises:
+      ModelNotFound, BadCheckpoint: as `load`; also where the model has no tokenizer.
+    """
+    path = _locate(model)
+    if path.is_file():
+        tokenizer, note = gguf_tokenizer.read_tokenizer(gguf_files.open_gguf(path))
+    else:
+        tokenizer, note = hf_files.read_tokenizer(path, own=checkpoint.is_checkpoint(path))
+    if tokenizer is None:
+        raise BadCheckpoint(note)
+    return tokenizer
+
+
+def _locate(model: str | os.PathLike[str] | None) -> Path:
+    """A GGUF file, or a folder to load as a whole."""
+    path = find(model)
+    if path.is_file():
+        _check_file(path)
+        return path
+    if (path / "config.json").is_file() or checkpoint.is_checkpoint(path):
+        return path
+    return _only_gguf(path)
 
 
 def _only_gguf(folder: Path) -> Path:
@@ -81,7 +105,8 @@ def _only_gguf(folder: Path) -> Path:
     )
 
 
-def _load_gguf(path: Path, dtype: str, progress: bool) -> LoadedModel:
+def _check_file(path: Path) -> None:
+    """Refuse, with the reason, a file that is no GGUF."""
     if path.suffix in hf_files.PICKLES:
         raise BadCheckpoint(
             f"{path}: pickled weights can run any code when read and are refused; pass the folder "
@@ -91,8 +116,3 @@ def _load_gguf(path: Path, dtype: str, progress: bool) -> LoadedModel:
         raise BadCheckpoint(f"{path}: pass the folder it is in, with its config.json")
     if not gguf_files.is_gguf(path):
         raise BadCheckpoint(f"{path}: is not a GGUF file (it does not begin with 'GGUF')")
-    file = gguf_files.open_gguf(path)
-    config = gguf_files.read_config(file)
-    params = gguf_files.read_params(file, config, dtype, progress)
-    tokenizer, note = gguf_tokenizer.read_tokenizer(file)
-    return LoadedModel(config, params, tokenizer, str(path), note)
