@@ -122,7 +122,7 @@ def _prefill(
             sm_scale=scale,
             sliding_window=config.layer_window(layer),
             kv_layout=pool.layout,
-            kv_dtype=pool.dtype,
+            kv_dtype=pool.kv_dtype,
         )
         return out, pool
 
@@ -239,7 +239,7 @@ def decode_logits(
             sm_scale=scale,
             sliding_window=config.layer_window(layer),
             kv_layout=pool.layout,
-            kv_dtype=pool.dtype,
+            kv_dtype=pool.kv_dtype,
         )
         return out, pool
 

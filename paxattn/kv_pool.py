@@ -43,6 +43,11 @@ class KVPool:
         return self.k[0].shape[_K_AXES[self.layout].index("N")]
 
     @property
+    def kv_dtype(self) -> str | None:
+        """What `pallas_kernels` must be told: the numbers' type where the arrays hold bits."""
+        return self.dtype if self.k[0].dtype == jnp.uint16 else None
+
+    @property
     def nbytes(self) -> int:
         return sum(x.size * x.dtype.itemsize for x in (*self.k, *self.v))
 
@@ -101,7 +106,7 @@ def write(
         v.astype(dtype),
         slots,
         kv_layout=pool.layout,
-        kv_dtype=pool.dtype,
+        kv_dtype=pool.kv_dtype,
     )
     return replace(
         pool,
@@ -139,7 +144,7 @@ def gather(
         pages = jnp.take(array, block_table, axis=axes.index("N"))  # before any transposition
         pages = jnp.einsum(f"{axes}->NPKD", pages)
         pages = pages.reshape(-1, *pages.shape[2:])
-        if array.dtype == jnp.uint16:
+        if pool.kv_dtype:
             pages = jax.lax.bitcast_convert_type(pages, jnp.bfloat16)
         return pages
 
@@ -152,7 +157,7 @@ def gather(
 def fill_pages(pool: KVPool, pages: jax.Array, value: float) -> KVPool:
     """Every number of `pages` ([C] int32) becomes `value`: NaN shows who reads a freed page."""
     fill = jnp.asarray(value, pool.dtype)
-    if pool.k[0].dtype == jnp.uint16:
+    if pool.kv_dtype:
         fill = jax.lax.bitcast_convert_type(fill, jnp.uint16)
 
     def put(array: jax.Array, axes: str) -> jax.Array:

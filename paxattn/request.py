@@ -60,6 +60,7 @@ class Sequence:
     outputs: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     text: str = ""
+    pending: int = 0  # latest tokens that are not in `text` yet: bytes of an unfinished character
     row: int = -1  # memory row; -1 while it waits
     stored: int = 0  # tokens whose keys and values are in the pool
     preemptions: int = 0

@@ -1,0 +1,550 @@
+"""`LLM`: prompts in, completions out, on paged memory with continuous batching.
+
+The host decides who runs (`scheduler`), the device does everything else (`decode`): this file
+turns sequences into padded arrays, calls a program, and hands its tokens back to the sequences.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paxattn import contiguous, kv_pool
+from paxattn import memory as paged
+from paxattn.capacity import Capacity, plan_capacity
+from paxattn.decode import MAX_STEPS, Choice, DecodeInputs, PrefillInputs, Programs, State
+from paxattn.detokenize import append_token
+from paxattn.inputs import Prompt, compute_dtype, load_model, parse_prompts
+from paxattn.llama import Llama
+from paxattn.request import CompletionOutput, Logprob, RequestOutput
+from paxattn.request import Sequence as Running
+from paxattn.sampling import SamplingArrays
+from paxattn.sampling_params import MAX_LOGPROBS, SamplingParams
+from paxattn.scheduler import Chunk, Scheduler
+
+PREFILL_BUCKETS = (32, 128, 512)  # packed tokens of one prefill
+STREAM_STEPS = 4  # decode steps between two looks of a streaming caller
+
+
+class StepRecord(NamedTuple):
+    """One program run, as `LLM.history` keeps it for measurements."""
+
+    kind: str  # "prefill" or "decode"
+    started: float  # seconds, time.perf_counter
+    seconds: float
+    compiled: bool  # a program was compiled in this time
+    stored_before: tuple[int, ...]  # tokens in the pool of each running sequence
+    stored_after: tuple[int, ...]
+    steps: int  # decode steps; 1 for a prefill
+    new_tokens: int  # output tokens that did not exist before
+    waiting: int
+    free_pages: int
+    preemptions: int  # since the engine was made
+
+
+class LLM:
+    """A LLaMA-family model on paged KV memory.
+
+    Args:
+      model: a Hugging Face directory or hub id, a GGUF file, an Orbax checkpoint of `convert`, a
+        value of `convert.load`, or None for SmolLM2-135M-Instruct.
+      dtype: "auto" (the checkpoint's; float32 for a quantised GGUF on a CPU), "float32" or
+        "bfloat16": of weights and KV pages.
+      page_size: tokens in a page.
+      kv_cache_bytes: budget of the KV pool; None takes what `max_num_seqs` sequences of
+        `max_model_len` need, at most 1 GiB on a CPU and 80% of the free memory on a GPU.
+      max_model_len: the most tokens of a sequence, prompt and output; None is the model's.
+      max_num_seqs: the most sequences that run at once.
+      cache: "paged", or "reserve-max", the traditional cache that keeps room for `max_model_len`
+        tokens for each running sequence.
+      seed: of the requests that bring none.
+      compilation_cache: keep compiled programs in the user's cache folder for the next process.
+
+    Raises:
+      ValueError: an option that cannot be honoured, with its value and the remedy; or a model that
+        cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        dtype: str = "auto",
+        page_size: int = 16,
+        kv_cache_bytes: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        cache: str = "paged",
+        seed: int = 0,
+        compilation_cache: bool = True,
+    ):
+        if cache not in ("paged", "reserve-max"):
+            raise ValueError(f"cache must be 'paged' or 'reserve-max'; got {cache!r}")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ValueError(f"seed must be an integer; got {seed!r}")
+        wanted = compute_dtype(dtype)
+        if compilation_cache:
+            _use_compilation_cache()
+        loaded = load_model(model, dtype)
+        self.config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        self.source = loaded.source
+        leaves = jax.tree.leaves(loaded.params)
+        self.dtype = wanted or jnp.dtype(leaves[0].dtype)
+        self.params = jax.tree.map(lambda x: jnp.asarray(x, self.dtype), loaded.params)
+        self.cache = cache
+        self.seed = seed
+        self.capacity: Capacity = plan_capacity(
+            self.config,
+            dtype=self.dtype,
+            page_size=page_size,
+            kv_cache_bytes=kv_cache_bytes,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            reserved=cache == "reserve-max",
+        )
+        self.history: list[StepRecord] | None = None  # set to [] to record each program run
+        self._programs = Programs(Llama(self.config, self.dtype))
+        self._requests = 0
+        self._preemptions = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        """An empty pool and an empty memory."""
+        c, plan = self.config, self.capacity
+        ops = contiguous if self.cache == "reserve-max" else paged
+        self._state = State(
+            kv_pool.init(
+                c.num_layers, plan.num_pages, plan.page_size, c.num_kv_heads, c.head_dim, self.dtype
+            ),
+            ops.init(plan.num_pages, plan.max_rows, plan.pages_per_seq, plan.page_size),
+        )
+        self._scheduler = Scheduler(plan.max_rows, plan.page_size, self.cache == "reserve-max")
+
+    # ------------------------------------------------------------------ what a user calls
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts.
+
+        Args:
+          prompts: one prompt or a list of them; a prompt is a string, a list of token ids, or a
+            chat (a list of {"role": ..., "content": ...}).
+          sampling_params: one for all prompts, or one for each.
+
+        Returns:
+          One `RequestOutput` a prompt, in the order of the prompts. A prompt that the model or the
+          pool can never hold has `error` set and does not keep the others from running; if that
+          is every prompt, the error is raised.
+
+        Raises:
+          ValueError: an empty prompt, a token id outside the vocabulary, text without a
+            tokenizer, ...: before anything runs, naming the prompt.
+        """
+        outputs: dict[int, RequestOutput] = {}
+        for output in self._run(prompts, sampling_params, stream=False):
+            outputs[int(output.request_id)] = output
+        if outputs and all(o.error for o in outputs.values()):
+            raise ValueError(outputs[min(outputs)].error)
+        return [outputs[i] for i in sorted(outputs)]
+
+    def stream(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Like `generate`, but yields a `RequestOutput` each time a request has new tokens.
+
+        Each one holds all that the request has so far; `finished` marks its last. `request_id` is
+        the prompt's place in the call.
+        """
+        return self._run(prompts, sampling_params, stream=True)
+
+    def stats(self) -> dict[str, Any]:
+        """Pages, tokens and programs as they stand now."""
+        plan, memory = self.capacity, self._state.memory
+        tokens = int(jnp.sum(memory.lengths))
+        ops = contiguous if self.cache == "reserve-max" else paged
+        free = int(ops.free_pages(memory))
+        used = plan.num_pages - 1 - free
+        return {
+            "cache": self.cache,
+            "page_size": plan.page_size,
+            "pages_total": plan.num_pages - 1,
+            "pages_free": free,
+            "pages_used": used,
+            "pages_cached": 0,
+            "tokens_held": tokens,
+            "waste_tokens": used * plan.page_size - tokens,
+            "kv_cache_bytes": self._state.pool.nbytes,
+            "max_num_seqs": plan.max_rows,
+            "max_model_len": plan.max_model_len,
+            "preemptions": self._preemptions,
+            "requests": self._requests,
+            "compiled_programs": sum(self._programs.compiled.values()),
+            "compiled_by_kind": dict(self._programs.compiled),
+        }
+
+    # ------------------------------------------------------------------ the loop
+
+    def _run(self, prompts: Any, sampling_params: Any, stream: bool) -> Iterator[RequestOutput]:
+        parsed = parse_prompts(prompts, sampling_params, self.tokenizer, self.config.vocab_size)
+        accepted: list[Running] = []
+        refused: list[RequestOutput] = []
+        for i, prompt in enumerate(parsed):
+            error = self.capacity.refusal(len(prompt.token_ids))
+            if error is None and prompt.params.n != 1:
+                error = f"n must be 1; got {prompt.params.n}"
+            if error is None:
+                accepted.append(self._sequence(i, prompt))
+            else:
+                refused.append(_refused(i, prompt, f"prompt {i}: {error}"))
+        return self._serve(accepted, refused, stream)
+
+    def _serve(self, accepted, refused, stream) -> Iterator[RequestOutput]:
+        yield from refused
+        scheduler = self._scheduler
+        if scheduler.has_work():
+            raise RuntimeError(
+                "this LLM is serving another call; exhaust or close that iterator first"
+            )
+        for sequence in accepted:
+            sequence.arrived = time.perf_counter()
+            scheduler.add(sequence)
+        try:
+            while scheduler.has_work():
+                touched = self._advance(stream)
+                for sequence in touched:
+                    if stream or sequence.finish_reason:
+                        yield self._output(sequence)
+        finally:
+            self._abandon()
+
+    def _advance(self, stream: bool) -> list[Running]:
+        """One program run; returns the sequences that have new tokens."""
+        scheduler = self._scheduler
+        admitted = scheduler.admit(self._free_pages())
+        if admitted:
+            self._reserve(admitted)
+        chunks = scheduler.prefill_chunks(PREFILL_BUCKETS[-1], self.capacity.max_rows)
+        if chunks:
+            return self._prefill(chunks)
+        while scheduler.starved(self._free_pages()) and len(scheduler.running) > 1:
+            row = scheduler.running[-1].row
+            scheduler.preempt()
+            self._preemptions += 1
+            self._release([row])
+        return self._decode(scheduler.decoding(), stream)
+
+    def _free_pages(self) -> int:
+        if self.cache == "reserve-max":
+            return 0
+        return int(self._state.memory.allocator.num_free)
+
+    def _abandon(self) -> None:
+        """Gives back what a closed or failed call left behind."""
+        scheduler = self._scheduler
+        rows = [s.row for s in scheduler.running]
+        for sequence in list(scheduler.running):
+            scheduler.finish(sequence)
+        scheduler.waiting.clear()
+        if _deleted(self._state):  # a program failed after it had taken the donated state
+            self._reset()
+        elif rows:
+            self._release(rows)
+
+    # ------------------------------------------------------------------ programs
+
+    def _reserve(self, sequences: list[Running]) -> None:
+        lengths = np.asarray(self._state.memory.lengths).copy()
+        for s in sequences:
+            lengths[s.row] = len(s.prompt_ids)
+        memory, ok = self._programs.reserve(self._state.memory, lengths)
+        self._state = self._state._replace(memory=memory)
+        if not np.asarray(ok).all():
+            raise RuntimeError("the allocator refused pages that the scheduler had counted as free")
+
+    def _release(self, rows: list[int]) -> None:
+        mask = np.zeros(self.capacity.max_rows, bool)
+        mask[rows] = True
+        self._state = self._state._replace(
+            memory=self._programs.release(self._state.memory, mask)
+        )
+
+    def _prefill(self, chunks: list[Chunk]) -> list[Running]:
+        total = sum(c.count for c in chunks)
+        t = next(size for size in PREFILL_BUCKETS if size >= total)
+        s = max(2, min(t, self.capacity.max_rows))
+        inputs = PrefillInputs(
+            tokens=np.zeros(t, np.int32),
+            positions=np.zeros(t, np.int32),
+            context_lens=np.zeros(t, np.int32),
+            token_rows=np.full(t, -1, np.int32),
+            seq_rows=np.full(s, -1, np.int32),
+            cu_q_lens=np.full(s + 1, total, np.int32),
+            kv_lens=np.zeros(s, np.int32),
+            num_seqs=np.asarray([len(chunks)], np.int32),
+            generated=np.zeros(s, np.int32),
+        )
+        at = 0
+        for i, (sequence, start, count) in enumerate(
+            (c.sequence, c.start, c.count) for c in chunks
+        ):
+            here = slice(at, at + count)
+            inputs.tokens[here] = sequence.prompt_ids[start : start + count]
+            inputs.positions[here] = np.arange(start, start + count)
+            inputs.context_lens[here] = len(sequence.prompt_ids)
+            inputs.token_rows[here] = sequence.row
+            inputs.seq_rows[i] = sequence.row
+            inputs.cu_q_lens[i] = at
+            inputs.kv_lens[i] = start + count
+            at += count
+        sequences = [c.sequence for c in chunks]
+        choice = _choice(sequences)
+        record = self._record_start("prefill")
+        self._state, sampled = self._programs.prefill(
+            choice, self.params, self._state, inputs, _sampling_arrays(sequences, s)
+        )
+        sampled = jax.tree.map(np.asarray, sampled)
+        touched, new = [], 0
+        for i, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            sequence.stored += chunk.count
+            if sequence.prefilled and not sequence.outputs:  # otherwise it is being replayed
+                self._accept(sequence, *_pick(sampled, i))
+                touched.append(sequence)
+                new += 1
+        self._record_end(record, 1, new)
+        self._leave_finished(touched)
+        return touched
+
+    def _decode(self, sequences: list[Running], stream: bool) -> list[Running]:
+        b = _bucket(len(sequences), self.capacity.max_rows)
+        inputs = DecodeInputs(
+            rows=np.full(b, -1, np.int32),
+            tokens=np.zeros(b, np.int32),
+            generated=np.zeros(b, np.int32),
+            limit=np.zeros(b, np.int32),
+            forced=np.zeros((b, MAX_STEPS), np.int32),
+            num_forced=np.zeros(b, np.int32),
+            steps=np.int32(STREAM_STEPS if stream else MAX_STEPS),
+            until_one_ends=np.bool_(stream or bool(self._scheduler.waiting)),
+        )
+        for i, s in enumerate(sequences):
+            inputs.rows[i] = s.row
+            inputs.tokens[i] = s.outputs[s.in_play - 1]
+            inputs.generated[i] = s.in_play
+            inputs.limit[i] = s.limit
+            replay = s.outputs[s.in_play : s.in_play + MAX_STEPS]
+            inputs.forced[i, : len(replay)] = replay
+            inputs.num_forced[i] = len(replay)
+        record = self._record_start("decode")
+        self._state, sampled, steps = self._programs.decode(
+            _choice(sequences), self.params, self._state, inputs, _sampling_arrays(sequences, b)
+        )
+        sampled = jax.tree.map(np.asarray, sampled)
+        touched, new = [], 0
+        for i, s in enumerate(sequences):
+            emitted = int((sampled.tokens[i] >= 0).sum())
+            replayed = int(inputs.num_forced[i])
+            s.stored += emitted
+            for j in range(replayed, emitted):
+                if s.finish_reason:
+                    break
+                self._accept(s, *_pick(sampled, (i, j)))
+                new += 1
+            if emitted > replayed:
+                touched.append(s)
+        self._record_end(record, int(steps), new)
+        self._leave_finished(touched)
+        return touched
+
+    def _accept(self, s: Running, token: int, logprobs: tuple | None) -> None:
+        """One more output token: text, log-probabilities, and whether the sequence ends."""
+        now = time.perf_counter()
+        s.first_token_at = s.first_token_at or now
+        s.outputs.append(token)
+        if s.params.logprobs is not None and logprobs is not None:
+            s.logprobs.append(self._logprobs(token, logprobs, s.params.logprobs))
+        if self.tokenizer is not None:
+            stop = append_token(self.tokenizer, s)
+            if stop is not None:
+                s.finish_reason, s.stop_reason = "stop", stop
+        if s.finish_reason is None:
+            if token in s.stop_ids and len(s.outputs) > s.params.min_tokens:
+                s.finish_reason, s.stop_reason = "stop", token
+            elif len(s.outputs) >= s.limit:
+                s.finish_reason = "length"
+        if s.finish_reason:
+            s.finished_at = now
+
+    def _logprobs(self, token: int, logprobs: tuple, count: int) -> dict[int, Logprob]:
+        chosen, ids, values = logprobs
+        ranks = {int(t): r + 1 for r, t in enumerate(ids)}
+        entries = {
+            int(t): Logprob(float(v), ranks[int(t)])
+            for t, v in zip(ids[:count], values[:count], strict=True)
+        }
+        entries.setdefault(token, Logprob(float(chosen), ranks.get(token)))
+        if self.tokenizer is not None:
+            for t, entry in entries.items():
+                entry.decoded_token = self.tokenizer.decode([t])
+        return entries
+
+    def _leave_finished(self, sequences: list[Running]) -> None:
+        rows = []
+        for s in sequences:
+            if s.finish_reason:
+                rows.append(s.row)
+                self._scheduler.finish(s)
+        if rows:
+            self._release(rows)
+
+    # ------------------------------------------------------------------ small parts
+
+    def _sequence(self, index: int, prompt: Prompt) -> Running:
+        params = prompt.params
+        seed = params.seed
+        if seed is None:
+            seed = self.seed * 0x9E3779B97F4A7C15 + self._requests
+        self._requests += 1
+        stop_ids = list(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids += self.config.eos_token_ids
+        return Running(
+            index=index,
+            prompt=prompt.text,
+            prompt_ids=prompt.token_ids,
+            params=params,
+            limit=min(params.max_tokens, self.capacity.max_outputs(len(prompt.token_ids))),
+            stop_ids=tuple(dict.fromkeys(stop_ids)),
+            seed=((seed >> 32) % 2**32, seed % 2**32),
+        )
+
+    def _output(self, s: Running) -> RequestOutput:
+        total = None
+        if s.params.logprobs is not None:
+            total = sum(entry[t].logprob for t, entry in zip(s.outputs, s.logprobs, strict=True))
+        completion = CompletionOutput(
+            index=0,
+            text=s.text,
+            token_ids=list(s.outputs),
+            cumulative_logprob=total,
+            logprobs=list(s.logprobs) if s.params.logprobs is not None else None,
+            finish_reason=s.finish_reason,
+            stop_reason=s.stop_reason,
+        )
+        return RequestOutput(
+            request_id=str(s.index),
+            prompt=s.prompt,
+            prompt_token_ids=list(s.prompt_ids),
+            outputs=[completion],
+            finished=s.finish_reason is not None,
+        )
+
+    def _record_start(self, kind: str) -> tuple | None:
+        if self.history is None:
+            return None
+        running = list(self._scheduler.running)
+        compiled = sum(self._programs.compiled.values())
+        return kind, time.perf_counter(), compiled, running, tuple(s.stored for s in running)
+
+    def _record_end(self, record: tuple | None, steps: int, new_tokens: int) -> None:
+        if record is None or self.history is None:
+            return
+        kind, started, compiled, running, before = record
+        self.history.append(
+            StepRecord(
+                kind=kind,
+                started=started,
+                seconds=time.perf_counter() - started,
+                compiled=sum(self._programs.compiled.values()) > compiled,
+                stored_before=before,
+                stored_after=tuple(s.stored for s in running),
+                steps=steps,
+                new_tokens=new_tokens,
+                waiting=len(self._scheduler.waiting),
+                free_pages=self._free_pages(),
+                preemptions=self._preemptions,
+            )
+        )
+
+
+def _bucket(rows: int, most: int) -> int:
+    """Rows padded to 2, 8, 16, 32, 64, ...: few programs, and never a single row."""
+    size = 2 if rows <= 2 else 8
+    while size < rows:
+        size *= 2
+    return max(2, min(size, most))
+
+
+def _choice(sequences: list[Running]) -> Choice:
+    return Choice(
+        greedy=all(s.params.temperature == 0 for s in sequences),
+        logprobs=MAX_LOGPROBS if any(s.params.logprobs is not None for s in sequences) else 0,
+    )
+
+
+def _sampling_arrays(sequences: list[Running], rows: int) -> SamplingArrays:
+    width = 4
+    while width < max((len(s.stop_ids) for s in sequences), default=0):
+        width *= 2
+    arrays = SamplingArrays(
+        temperature=np.zeros(rows, np.float32),
+        top_k=np.zeros(rows, np.int32),
+        top_p=np.ones(rows, np.float32),
+        min_p=np.zeros(rows, np.float32),
+        seed=np.zeros((rows, 2), np.uint32),
+        min_tokens=np.zeros(rows, np.int32),
+        stop_ids=np.full((rows, width), -1, np.int32),
+    )
+    for i, s in enumerate(sequences):
+        p = s.params
+        arrays.temperature[i] = p.temperature
+        arrays.top_k[i] = max(p.top_k, 0)
+        arrays.top_p[i] = p.top_p
+        arrays.min_p[i] = p.min_p
+        arrays.seed[i] = s.seed
+        arrays.min_tokens[i] = p.min_tokens
+        arrays.stop_ids[i, : len(s.stop_ids)] = s.stop_ids
+    return arrays
+
+
+def _pick(sampled, at) -> tuple[int, tuple | None]:
+    token = int(sampled.tokens[at])
+    if sampled.logprobs is None:
+        return token, None
+    return token, (sampled.logprobs[at], sampled.top_ids[at], sampled.top_logprobs[at])
+
+
+def _refused(index: int, prompt: Prompt, error: str) -> RequestOutput:
+    completion = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
+    return RequestOutput(
+        request_id=str(index),
+        prompt=prompt.text,
+        prompt_token_ids=list(prompt.token_ids),
+        outputs=[completion],
+        error=error,
+    )
+
+
+def _deleted(state: State) -> bool:
+    return any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+
+
+def _use_compilation_cache() -> None:
+    """Compiled programs outlive the process, unless the user chose a place (or none) already."""
+    import os
+    import pathlib
+
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    home = os.environ.get("XDG_CACHE_HOME") or str(pathlib.Path.home() / ".cache")
+    jax.config.update("jax_compilation_cache_dir", os.path.join(home, "paxattn", "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
