@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
+import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,9 +54,9 @@ def save(out: Path, config: LlamaConfig, params: Params, tokenizer: Any, source:
     """
     check_free(out)
     out.parent.mkdir(parents=True, exist_ok=True)
+    _check_space(out.parent, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
     with _whole_folder(out) as partial:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(partial / "params", params)
+        _save_params(partial / "params", params, out)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(partial))
         dtype = str(jax.tree.leaves(params)[0].dtype)
@@ -76,6 +79,32 @@ def check_free(out: Path) -> None:
         raise ValueError(f"{out} exists; remove it or choose another folder")
 
 
+def _check_space(folder: Path, need: int) -> None:
+    need += 32 * 2**20  # tokenizer, manifest and what the file system takes
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise OSError(
+            errno.ENOSPC,
+            f"no space left: the checkpoint takes up to {need / 1e6:,.0f} MB, "
+            f"{free / 1e6:,.0f} MB are free",
+            str(folder),
+        )
+
+
+def _save_params(target: Path, params: Params, out: Path) -> None:
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)  # the library logs each failure with five tracebacks
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(target, params)
+    except Exception as error:  # a full disk comes as a ValueError of tensorstore's
+        reason = " ".join(str(error).split())
+        raise OSError(f"{out}: cannot be written ({reason[:120]} .. {reason[-80:]})") from None
+    finally:
+        logger.setLevel(level)
+
+
 @contextlib.contextmanager
 def _whole_folder(out: Path) -> Iterator[Path]:
     """A hidden folder beside `out` that becomes `out` if the block ends well, else goes."""
@@ -88,7 +117,11 @@ def _whole_folder(out: Path) -> Iterator[Path]:
         yield partial
         os.rename(partial, out)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for _ in range(20):  # a writer thread that is just failing may still make files
+            shutil.rmtree(partial, ignore_errors=True)
+            if not partial.exists():
+                break
+            time.sleep(0.05)
 
 
 def _alive(pid: str) -> bool:
