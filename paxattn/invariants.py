@@ -11,14 +11,15 @@ import jax.numpy as jnp
 
 from paxattn import block_tables as _tables
 from paxattn.memory import PagedMemory
+from paxattn.page_cache import PageCache
 
 
 class Report(NamedTuple):
     """How many pages, entries or rows break each rule; all ``[]`` int32, 0 when all is well."""
 
     null_page_used: jax.Array  # references to page 0, and places on the free list that hold it
-    free_count_wrong: jax.Array  # |num_free - pages with refcount 0|: free + used + null == N
-    not_on_free_list: jax.Array  # pages with refcount 0 that the free list does not hold
+    free_count_wrong: jax.Array  # |num_free - free pages|: free + cached + used + null == N
+    not_on_free_list: jax.Array  # pages with refcount 0, not cached, that it does not hold
     free_twice: jax.Array  # places of the free list whose page stands there already
     free_but_held: jax.Array  # places of the free list whose page has references, or is none
     refcount_wrong: jax.Array  # pages whose refcount is not table entries + pins
@@ -27,6 +28,7 @@ class Report(NamedTuple):
     pages_missing: jax.Array  # entries below ceil(length / page_size) that are 0
     pages_past_length: jax.Array  # entries above it that are not 0
     page_twice_in_row: jax.Array  # rows that name one page twice
+    cached_wrong: jax.Array  # pages in the page cache twice, or while referenced
     tail_shared: jax.Array  # rows whose partial last page, which will be written, is shared
 
 
@@ -36,12 +38,13 @@ def check(memory: PagedMemory, pins: jax.Array | None = None) -> Report:
     Args:
       memory: the memory.
       pins: ``[N]`` int32, references to each page from outside the block tables (a prefix cache,
-        a cache of released pages); None for none.
+        ...); None for none. Pages of a :mod:`paxattn.page_cache` need no pins.
 
     Returns:
       The report; ``broken(report)`` names what is wrong.
     """
-    free_list, num_free, refcount = memory.allocator
+    state = memory.allocator
+    free_list, num_free, refcount = state.free_list, state.num_free, state.refcount
     tables, lengths = memory.block_tables, memory.lengths
     num_pages = refcount.shape[0]
     width = tables.shape[1]
@@ -51,7 +54,10 @@ def check(memory: PagedMemory, pins: jax.Array | None = None) -> Report:
     on_stack = jnp.arange(num_pages, dtype=jnp.int32) < num_free  # [N]
     listed = _count(free_list, on_stack, num_pages)
     is_page = (free_list > 0) & (free_list < num_pages)
-    free = jnp.zeros(num_pages, bool).at[1:].set(refcount[1:] == 0)
+    cached = jnp.zeros(num_pages, jnp.int32)  # [N]: how often a page stands in the page cache
+    if isinstance(state, PageCache):
+        cached = _count(state.recent, state.recent != 0, num_pages)
+    free = jnp.zeros(num_pages, bool).at[1:].set((refcount[1:] == 0) & (cached[1:] == 0))
     entries = (tables > 0) & (tables < num_pages)
     named = _count(tables, entries, num_pages)
 
@@ -76,6 +82,7 @@ def check(memory: PagedMemory, pins: jax.Array | None = None) -> Report:
         pages_missing=_sum(inside & (tables == 0)),
         pages_past_length=_sum(~inside & (tables != 0)),
         page_twice_in_row=_sum(repeated),
+        cached_wrong=_sum((cached > 1) | ((cached > 0) & (refcount != 0))),
         tail_shared=_sum(partial & (tail != 0) & shared),
     )
 

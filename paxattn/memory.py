@@ -14,13 +14,16 @@ whatever the number of pages.
 """
 
 import dataclasses
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 
 from paxattn import allocator as _allocator
 from paxattn import block_tables as _tables
+from paxattn import page_cache as _page_cache
 from paxattn.allocator import Allocator
+from paxattn.page_cache import PageCache
 
 
 @jax.tree_util.register_dataclass
@@ -32,13 +35,15 @@ class PagedMemory:
     that is not full belongs to one row alone, so a token can always be written to it.
     """
 
-    allocator: Allocator
+    allocator: Allocator | PageCache
     block_tables: jax.Array  # [B, M] int32
     lengths: jax.Array  # [B] int32
     page_size: int = dataclasses.field(metadata={"static": True})
 
 
-def init(num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int) -> PagedMemory:
+def init(
+    num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int, recent_pages: int = 0
+) -> PagedMemory:
     """Empty memory.
 
     Args:
@@ -46,13 +51,19 @@ def init(num_pages: int, max_seqs: int, pages_per_seq: int, page_size: int) -> P
       max_seqs: B, sequences that can be held at once.
       pages_per_seq: M, the most pages of one sequence.
       page_size: P, tokens in a page.
+      recent_pages: released pages that each row keeps for its next sequence, see
+        :mod:`paxattn.page_cache`; 0 for none.
 
     Raises:
       ValueError: if a size is not positive or a slot number would not fit in 32 bits.
     """
     check_sizes(num_pages, max_seqs, pages_per_seq, page_size)
+    if recent_pages:
+        allocator = _page_cache.init(num_pages, max_seqs, recent_pages)
+    else:
+        allocator = _allocator.init(num_pages)
     return PagedMemory(
-        allocator=_allocator.init(num_pages),
+        allocator=allocator,
         block_tables=jnp.zeros((max_seqs, pages_per_seq), jnp.int32),
         lengths=jnp.zeros(max_seqs, jnp.int32),
         page_size=page_size,
@@ -79,7 +90,7 @@ def reserve(memory: PagedMemory, new_lengths: jax.Array) -> tuple[PagedMemory, j
     # Growth inside a page writes to that page: it must not be shared.
     possible &= (new_lengths == lengths) | _tail_is_exclusive(memory)
     counts = jnp.where(possible, counts, 0)
-    allocator, pages, granted = _allocator.take(memory.allocator, counts, have, width)
+    allocator, pages, granted = _pages(memory).take(memory.allocator, counts, have, width)
     ok = possible & granted
     return (
         dataclasses.replace(
@@ -109,7 +120,9 @@ def append(memory: PagedMemory, active: jax.Array) -> tuple[PagedMemory, jax.Arr
     needs_page = lengths % size == 0
     possible = active & (column < width) & _tail_is_exclusive(memory)
     counts = (possible & needs_page).astype(jnp.int32)
-    allocator, pages, granted = _allocator.take(memory.allocator, counts, jnp.zeros_like(counts), 1)
+    allocator, pages, granted = _pages(memory).take(
+        memory.allocator, counts, jnp.zeros_like(counts), 1
+    )
     new = pages[:, 0]  # [B]
     done = possible & granted
     # scattered, not selected: an append touches B entries of the table, not B*M
@@ -153,13 +166,13 @@ def fork(
     length = jnp.where(possible, lengths[parent], 0)
     full = length // size
     counts = (possible & (length % size > 0)).astype(jnp.int32)
-    allocator, pages, granted = _allocator.take(memory.allocator, counts, full, width)
+    allocator, pages, granted = _pages(memory).take(memory.allocator, counts, full, width)
     done = possible & granted
 
     inherited = tables[parent]  # [B, M]
     shared = done[:, None] & (jnp.arange(width, dtype=jnp.int32)[None, :] < full[:, None])
     shared &= inherited != 0
-    allocator, _ = _allocator.share(allocator, inherited, shared)
+    allocator, _ = _pages(memory).share(allocator, inherited, shared)
     child = jnp.where(shared, inherited, pages)
     copied = done & (counts > 0)
     source = jnp.where(copied, _tables.entry_at(inherited, full), 0)
@@ -182,7 +195,7 @@ def release(memory: PagedMemory, mask: jax.Array) -> PagedMemory:
     A page goes back to the free list when its last holder has gone.
     """
     tables = memory.block_tables
-    allocator, _ = _allocator.give(memory.allocator, tables, mask[:, None] & (tables != 0))
+    allocator, _ = _pages(memory).give(memory.allocator, tables, mask[:, None] & (tables != 0))
     return dataclasses.replace(
         memory,
         allocator=allocator,
@@ -201,7 +214,10 @@ def slot_mapping(memory: PagedMemory, rows: jax.Array, positions: jax.Array) -> 
 
 def free_pages(memory: PagedMemory) -> jax.Array:
     """Pages that can be taken, ``[]`` int32."""
-    return memory.allocator.num_free
+    state = memory.allocator
+    if isinstance(state, PageCache):
+        return state.num_free + jnp.sum(_page_cache.cached(state), dtype=jnp.int32)
+    return state.num_free
 
 
 def held_pages(memory: PagedMemory) -> jax.Array:
@@ -225,6 +241,11 @@ def check_sizes(num_pages: int, max_seqs: int, pages_per_seq: int, page_size: in
             f"32 bits wide, so a pool and a sequence hold less than {2**31} tokens each; "
             "take fewer pages"
         )
+
+
+def _pages(memory: PagedMemory) -> ModuleType:
+    """The functions that go with the memory's allocator."""
+    return _page_cache if isinstance(memory.allocator, PageCache) else _allocator
 
 
 def _tail_is_exclusive(memory: PagedMemory) -> jax.Array:

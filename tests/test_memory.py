@@ -20,6 +20,12 @@ from paxattn import allocator, block_tables, invariants, memory
 SIZES = {"num_pages": 20, "max_seqs": 6, "pages_per_seq": 5, "page_size": 4}
 B = SIZES["max_seqs"]
 
+check = jax.jit(invariants.check)
+reserve, append, fork, release, slot_mapping = map(
+    jax.jit,
+    (memory.reserve, memory.append, memory.fork, memory.release, memory.slot_mapping),
+)
+
 
 def ints(*values):
     return jnp.array(values, jnp.int32)
@@ -34,7 +40,7 @@ def bools(*values):
 
 def test_reserve_takes_the_pages_that_the_lengths_need():
     state = memory.init(10, 4, 3, 4)
-    state, ok = memory.reserve(state, ints(5, 4, 13, 0))  # 2 pages, 1, too long (12 is most), none
+    state, ok = reserve(state, ints(5, 4, 13, 0))  # 2 pages, 1, too long (12 is most), none
     assert ok.tolist() == [True, True, False, True]
     assert state.block_tables.tolist() == [[1, 2, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert state.lengths.tolist() == [5, 4, 0, 0]
@@ -43,8 +49,8 @@ def test_reserve_takes_the_pages_that_the_lengths_need():
 
 
 def test_reserve_grows_keeps_and_refuses_to_shrink():
-    state, _ = memory.reserve(memory.init(10, 3, 3, 4), ints(5, 5, 5))
-    state, ok = memory.reserve(state, ints(9, 5, 4))
+    state, _ = reserve(memory.init(10, 3, 3, 4), ints(5, 5, 5))
+    state, ok = reserve(state, ints(9, 5, 4))
     assert ok.tolist() == [True, True, False]
     assert state.lengths.tolist() == [9, 5, 5]
     assert state.block_tables.tolist() == [[1, 2, 7], [3, 4, 0], [5, 6, 0]]
@@ -53,14 +59,14 @@ def test_reserve_grows_keeps_and_refuses_to_shrink():
 @pytest.mark.parametrize("length", [-1, -(2**31), 2**31 - 1])
 def test_reserve_refuses_absurd_lengths(length):
     state = memory.init(10, 2, 3, 4)
-    after, ok = memory.reserve(state, ints(length, 4))
+    after, ok = reserve(state, ints(length, 4))
     assert ok.tolist() == [False, True]
     assert after.lengths.tolist() == [0, 4]
 
 
 def test_append_takes_a_page_only_at_a_page_boundary():
-    state, _ = memory.reserve(memory.init(10, 3, 3, 4), ints(3, 4, 2))
-    state, slots, ok = memory.append(state, bools(1, 1, 0))
+    state, _ = reserve(memory.init(10, 3, 3, 4), ints(3, 4, 2))
+    state, slots, ok = append(state, bools(1, 1, 0))
     assert slots.tolist() == [1 * 4 + 3, 4 * 4 + 0, 0]  # pages 1, 2, 3 are taken: the next is 4
     assert ok.tolist() == [True] * 3
     assert state.lengths.tolist() == [4, 5, 2]
@@ -68,60 +74,60 @@ def test_append_takes_a_page_only_at_a_page_boundary():
 
 
 def test_append_refuses_a_full_row_and_an_empty_pool_and_changes_nothing():
-    state, _ = memory.reserve(memory.init(4, 2, 2, 4), ints(8, 4))
-    after, slots, ok = memory.append(state, bools(1, 1))  # row 0 is full, no page for row 1
+    state, _ = reserve(memory.init(4, 2, 2, 4), ints(8, 4))
+    after, slots, ok = append(state, bools(1, 1))  # row 0 is full, no page for row 1
     assert ok.tolist() == [False, False]
     assert slots.tolist() == [0, 0]
     assert jax.tree.all(jax.tree.map(np.array_equal, state, after))
 
 
 def test_fork_shares_full_pages_and_copies_the_partial_one():
-    state, _ = memory.reserve(memory.init(10, 4, 3, 4), ints(6, 4, 0, 0))
-    state, (source, target), ok = memory.fork(state, ints(-1, -1, 0, 1))
+    state, _ = reserve(memory.init(10, 4, 3, 4), ints(6, 4, 0, 0))
+    state, (source, target), ok = fork(state, ints(-1, -1, 0, 1))
     assert ok.tolist() == [True] * 4
     assert state.block_tables.tolist() == [[1, 2, 0], [3, 0, 0], [1, 4, 0], [3, 0, 0]]
     assert (source.tolist(), target.tolist()) == ([0, 0, 2, 0], [0, 0, 4, 0])
     assert state.lengths.tolist() == [6, 4, 6, 4]
     assert state.allocator.refcount.tolist() == [0, 2, 1, 2, 1, 0, 0, 0, 0, 0]
     # both go on writing, each into a page of its own
-    state, slots, _ = memory.append(state, bools(1, 0, 1, 0))
+    state, slots, _ = append(state, bools(1, 0, 1, 0))
     assert slots.tolist() == [2 * 4 + 2, 0, 4 * 4 + 2, 0]
 
 
 def test_fork_refuses_rows_in_use_unknown_parents_and_lack_of_pages():
-    state, _ = memory.reserve(memory.init(4, 5, 3, 4), ints(6, 2, 0, 0, 0))  # no page left
-    after, (source, target), ok = memory.fork(state, ints(1, -1, 0, 5, -2))
+    state, _ = reserve(memory.init(4, 5, 3, 4), ints(6, 2, 0, 0, 0))  # no page left
+    after, (source, target), ok = fork(state, ints(1, -1, 0, 5, -2))
     assert ok.tolist() == [False, True, False, False, False]
     assert source.tolist() == target.tolist() == [0] * 5
     assert jax.tree.all(jax.tree.map(np.array_equal, state, after))
 
 
 def test_a_page_with_two_holders_is_free_when_both_have_gone():
-    state, _ = memory.reserve(memory.init(6, 3, 2, 4), ints(4, 0, 0))
-    state, _, _ = memory.fork(state, ints(-1, 0, 0))
-    state = memory.release(state, bools(1, 0, 0))
+    state, _ = reserve(memory.init(6, 3, 2, 4), ints(4, 0, 0))
+    state, _, _ = fork(state, ints(-1, 0, 0))
+    state = release(state, bools(1, 0, 0))
     assert int(memory.free_pages(state)) == 4
-    state = memory.release(state, bools(1, 1, 1))  # row 0 is empty already
+    state = release(state, bools(1, 1, 1))  # row 0 is empty already
     assert int(memory.free_pages(state)) == 5
-    assert invariants.broken(invariants.check(state)) == {}
+    assert invariants.broken(check(state)) == {}
 
 
 def test_a_shared_page_is_never_written():
-    state, _ = memory.reserve(memory.init(6, 2, 2, 4), ints(2, 3))
+    state, _ = reserve(memory.init(6, 2, 2, 4), ints(2, 3))
     shared, _ = allocator.share(state.allocator, ints(1), bools(1))  # someone pins a partial page
     state = dataclasses.replace(state, allocator=shared)
-    _, slots, ok = memory.append(state, bools(1, 1))
+    _, slots, ok = append(state, bools(1, 1))
     assert (slots.tolist(), ok.tolist()) == ([0, 2 * 4 + 3], [False, True])
-    _, ok = memory.reserve(state, ints(3, 4))
+    _, ok = reserve(state, ints(3, 4))
     assert ok.tolist() == [False, True]
 
 
 def test_slot_mapping():
-    state, _ = memory.reserve(memory.init(10, 2, 3, 4), ints(5, 9))  # pages 1 2 and 3 4 5
+    state, _ = reserve(memory.init(10, 2, 3, 4), ints(5, 9))  # pages 1 2 and 3 4 5
     rows = ints(0, 0, 0, 1, 1, -1, 2, 0, 0, 1, 0)
     at = ints(0, 3, 4, 8, 11, 0, 0, 8, 12, -1, 2**31 - 1)
     expected = [4, 7, 8, 20, 23, 0, 0, 0, 0, 0, 0]
-    assert memory.slot_mapping(state, rows, at).tolist() == expected
+    assert slot_mapping(state, rows, at).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -329,7 +335,7 @@ def test_decode_until_the_pages_run_out_is_one_compiled_loop():
     state, ok, steps = jax.jit(lambda c: jax.lax.while_loop(lambda c: c[1], more, c))(start)
     assert not bool(ok)
     assert (int(steps), state.lengths.tolist()) == (17, [17, 16])
-    assert invariants.broken(invariants.check(state)) == {}
+    assert invariants.broken(check(state)) == {}
 
 
 def test_many_memories_under_vmap_equal_each_alone():
