@@ -56,7 +56,8 @@ def assemble(
             start = 0
             for source in target.sources:
                 rows = out[start : start + source.shape[0]]
-                rows[...] = read(source).astype(dtype, copy=False)
+                with np.errstate(over="ignore"):  # what overflows is refused just below
+                    rows[...] = read(source).astype(dtype, copy=False)
                 if not all_finite(rows):
                     raise BadCheckpoint(
                         f"{where}: tensor {source.name} holds NaN or infinity (in {dtype}); the "

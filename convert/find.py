@@ -43,7 +43,7 @@ def find(model: str | os.PathLike[str] | None = None) -> Path:
         return _find_default()
     text = os.fspath(model)
     path = Path(text).expanduser()
-    if path.exists():
+    if text and path.exists():
         return path
     if not _HUB_ID.fullmatch(text) or path.suffix.lower() in (".gguf", ".safetensors"):
         raise ModelNotFound(f"{text!r} is not here and is no hub id; {_ADVICE}")
