@@ -23,7 +23,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -413,13 +413,15 @@ def _number(path: Path, line: int, name: str, value: Any) -> float:
 
 def _datetime(path: Path, line: int, name: str, value: str) -> float:
     try:
-        return datetime.fromisoformat(value.strip()).timestamp()
+        found = datetime.fromisoformat(value.strip())
     except ValueError:
         _bad(
             path,
             line,
             f"{name} must be a date and time such as 2023-11-16 18:15:46.6, got {value!r}",
         )
+    # Without a zone: as UTC, so that no local change of clocks bends the gaps.
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
 def _trace(
