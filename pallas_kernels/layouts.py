@@ -97,6 +97,39 @@ def gather_kv(
     return _flat(_to_pkd(taken_k, kv_layout)), _flat(_to_pkd(taken_v, kv_layout))
 
 
+def gather_heads(
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    ids: jax.Array,  # [..., C] int32, in range
+    kv_layout: str,
+    kv_dtype: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Gathers pages head by head: ([..., K, C*P, D], [..., K, C*P, D]), dtype as stored.
+
+    The order in which a batched product reads them. Where a head's part of a page is one piece of
+    memory, rows of [N*K, ..] are gathered straight into that order.
+    """
+    if kv_layout in ("NKPD", "NKDP"):
+        assert v_pages is not None
+        k = widen(_gather_rows(k_pages, ids), kv_dtype)
+        v = widen(_gather_rows(v_pages, ids), kv_dtype)
+        if kv_layout == "NKDP":
+            k = jnp.swapaxes(k, -1, -2)
+        *lead, c, p, d = v.shape
+        return k.reshape(*lead, c * p, d), v.reshape(*lead, c * p, d)
+    k, v = gather_kv(k_pages, v_pages, ids, kv_layout, kv_dtype)
+    return jnp.swapaxes(k, -2, -3), jnp.swapaxes(v, -2, -3)
+
+
+def _gather_rows(pages: jax.Array, ids: jax.Array) -> jax.Array:
+    """Pages [N, K, X, Y] at ids [..., C] as [..., K, C, X, Y], through rows of [N*K, X, Y]."""
+    heads = pages.shape[1]
+    rows = pages.reshape(-1, *pages.shape[2:])
+    head = jnp.arange(heads, dtype=ids.dtype).reshape(heads, 1)
+    row_ids = ids[..., None, :] * heads + head.reshape((1,) * (ids.ndim - 1) + (heads, 1))
+    return take_pages(rows, row_ids, 0)
+
+
 def gather_scales(
     scale: jax.Array | None,
     ids: jax.Array,  # [..., C] int32, in range

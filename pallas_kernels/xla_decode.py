@@ -44,8 +44,7 @@ def decode(
     kv_heads, groups = geo.num_kv_heads, heads // geo.num_kv_heads
     pages = max(1, CHUNK_TOKENS // geo.page_size)
     tables = pad_tables(block_tables, pages)
-    compute = compute_dtype(q, k_pages, options)
-    q_heads = q.astype(compute).reshape(batch, kv_heads, groups, head_dim)
+    q_heads = q.astype(jnp.float32).reshape(batch, kv_heads, groups, head_dim)
     first, last = chunk_range(lengths - 1, lengths, pages * geo.page_size, tables, pages, options)
 
     def step(i: jax.Array, state: Softmax) -> Softmax:
@@ -54,22 +53,17 @@ def decode(
         position = i * pages * geo.page_size + jnp.arange(pages * geo.page_size, dtype=jnp.int32)
         mask = visible(position[None, :], lengths[:, None] - 1, options.sliding_window)
         mask &= jnp.repeat(page_ok, geo.page_size, axis=1)  # [B, C]
-        k, v = gather_chunk(k_pages, v_pages, ids, mask, compute, options)
-        s = jnp.einsum("bkgd,bckd->bkgc", q_heads, k, preferred_element_type=jnp.float32)
+        k, v = gather_chunk(k_pages, v_pages, ids, mask, options)
+        s = jnp.einsum("bkgd,bkcd->bkgc", q_heads, k)
         distance = position[None, :] - (lengths[:, None] - 1)
         s = bend(s, distance[:, None, None, :], ids, options, (1, kv_heads, groups, 1))
-        return update(state, s, mask[:, None, None, :], v, ids, options, "bkgc,bckd->bkgd")
+        weights = weigh(state, s, mask[:, None, None, :], ids, options)
+        return add(state, weights, jnp.einsum("bkgc,bkcd->bkgd", weights.p, v))
 
     state = jax.lax.fori_loop(first, last, step, empty((batch, kv_heads, groups), head_dim))
     sinks = None if options.sinks is None else options.sinks.reshape(1, kv_heads, groups)
     out, lse = finish(state, sinks)
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(batch, heads)
-
-
-def compute_dtype(q: jax.Array, k_pages: jax.Array, options: AttentionOptions) -> jnp.dtype:
-    """The dtype of both operands of the products: 16 bits only where q and the pages have them."""
-    stored = options.kv_dtype or k_pages.dtype.name
-    return jnp.dtype(stored if stored == q.dtype.name else "float32")
 
 
 def pad_tables(tables: jax.Array, pages: int) -> jax.Array:
@@ -98,15 +92,15 @@ def gather_chunk(
     v_pages: jax.Array | None,
     ids: jax.Array,  # [..., C/P] int32
     mask: jax.Array,  # [..., C] bool
-    compute: jnp.dtype,
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """K and V of a chunk's tokens, [..., C, K, D] each; V is zero where the mask is False."""
-    k, v = layouts.gather_kv(k_pages, v_pages, ids, options.kv_layout, options.kv_dtype)
-    k, v = k.astype(compute), v.astype(compute)
+    """K and V of a chunk's tokens, [..., K, C, D] float32; V is zero where the mask is False."""
+    k, v = layouts.gather_heads(k_pages, v_pages, ids, options.kv_layout, options.kv_dtype)
+    # Float32 also for 16-bit pages: XLA's CPU backend has no faster product for them at these sizes.
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
     # A dead slot may hold NaN, and 0 * NaN is NaN: V must go, not only its weight. (A NaN logit is
     # replaced, so K may stay.)
-    return k, jnp.where(mask[..., None, None], v, jnp.zeros((), compute))
+    return k, jnp.where(mask[..., None, :, None], v, 0.0)
 
 
 def bend(
@@ -128,26 +122,42 @@ def bend(
     return s
 
 
-def update(
+class Weights(NamedTuple):
+    """One step of the online softmax, its product with V still to be added."""
+
+    p: jax.Array  # [..., C] float32, exp(logit - top), v_scale included
+    shrink: jax.Array  # [...] float32, factor of what was summed before
+    top: jax.Array  # [...] float32
+    total: jax.Array  # [...] float32
+
+
+def weigh(
     state: Softmax,
     s: jax.Array,  # [..., C] float32
     mask: jax.Array,  # broadcasts against s
-    v: jax.Array,  # [..., C, K, D], zero where masked
-    ids: jax.Array,
+    ids: jax.Array,  # [..., C/P]
     options: AttentionOptions,
-    equation: str,
-) -> Softmax:
-    """One step of the online softmax over a chunk of keys."""
-    top = jnp.maximum(state.top, jnp.max(jnp.where(mask, s, LOW), axis=-1))
-    p = jnp.where(mask, jnp.exp(s - top[..., None]), 0.0)
+) -> Weights:
+    """The weights of a chunk of keys, relative to the new greatest logit."""
+    s = jnp.where(mask, s, LOW)  # before anything else: a masked logit may be NaN
+    top = jnp.maximum(state.top, jnp.max(s, axis=-1))
+    # A row that has seen no key yet must not read exp(LOW - LOW) = 1 as a weight. (Masking the
+    # weights instead takes XLA's CPU backend 2.5 times as long.)
+    base = jnp.where(top > LOW, top, 0.0)
+    # The barrier keeps XLA from computing the exponentials twice, for the sum and the product.
+    p = jax.lax.optimization_barrier(jnp.exp(s - base[..., None]))
     shrink = jnp.exp(state.top - top)
     total = state.total * shrink + jnp.sum(p, axis=-1)
     scale = layouts.gather_scales(options.v_scale, ids, options.kv_layout)
     if scale is not None:
-        # Masked slots have p = 0 but may have a scale of NaN.
+        # A dead slot has a weight of 0 but may have a scale of NaN.
         p = jnp.where(mask, p * _over_keys(scale, s.ndim), 0.0)
-    new = jnp.einsum(equation, p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return Softmax(state.out * shrink[..., None] + new, top, total)
+    return Weights(p, shrink, top, total)
+
+
+def add(state: Softmax, w: Weights, product: jax.Array) -> Softmax:
+    """Adds a chunk's weighted values to the state."""
+    return Softmax(state.out * w.shrink[..., None] + product, w.top, w.total)
 
 
 def _over_keys(scale: jax.Array, ndim: int) -> jax.Array:

@@ -17,18 +17,18 @@ from pallas_kernels.options import AttentionOptions
 from pallas_kernels.reference import clean_cu, safe_ids, visible
 from pallas_kernels.xla_decode import (
     CHUNK_TOKENS,
+    add,
     bend,
     chunk_range,
-    compute_dtype,
     empty,
     finish,
     gather_chunk,
     pad_tables,
-    update,
+    weigh,
 )
 
 BLOCK_ROWS = 16  # query positions a block
-LANES = 4  # blocks in one iteration: independent products that keep several cores busy
+LANES = 2  # blocks in one iteration: independent products that keep several cores busy
 
 
 class Plan(NamedTuple):
@@ -96,9 +96,8 @@ def ragged(
     tables = pad_tables(page_indices, pages)
     plan = plan_blocks(kv_lens, cu_q_lens, num_seqs)
     # Blocks overhang their sequence's rows on both sides: margins make every slice in range.
-    padded_q = jnp.pad(
-        q.astype(compute_dtype(q, k_pages, options)), ((BLOCK_ROWS, BLOCK_ROWS), (0, 0), (0, 0))
-    )
+    margins = ((BLOCK_ROWS, BLOCK_ROWS), (0, 0), (0, 0))
+    padded_q = jnp.pad(q.astype(jnp.float32), margins)
     out = jnp.zeros((tokens + 2 * BLOCK_ROWS, heads, head_dim), jnp.float32)
     lse = jnp.full((tokens + 2 * BLOCK_ROWS, heads), -jnp.inf, jnp.float32)
 
@@ -125,7 +124,7 @@ def ragged(
 
 
 def attend_blocks(
-    q: jax.Array,  # [W, R, H, D]
+    q: jax.Array,  # [W, R, H, D] float32
     block: Block,
     k_pages: jax.Array,
     v_pages: jax.Array | None,
@@ -153,11 +152,12 @@ def attend_blocks(
         usable = jnp.repeat(page_ok, geo.page_size, axis=1) & (key[None, :] < newest[:, None])
         mask = visible(key[None, None, :], block.position[:, :, None], options.sliding_window)
         mask &= usable[:, None, :] & block.live[:, :, None]
-        k, v = gather_chunk(k_pages, v_pages, ids, usable, q.dtype, options)
-        s = jnp.einsum("wkgrd,wckd->wkgrc", q_heads, k, preferred_element_type=jnp.float32)
+        k, v = gather_chunk(k_pages, v_pages, ids, usable, options)
+        s = jnp.einsum("wkgrd,wkcd->wkgrc", q_heads, k)
         distance = key[None, None, :] - block.position[:, :, None]
         s = bend(s, distance[:, None, None], ids, options, (1, kv_heads, groups, 1, 1))
-        return update(state, s, mask[:, None, None], v, ids, options, "wkgrc,wckd->wkgrd")
+        weights = weigh(state, s, mask[:, None, None], ids, options)
+        return add(state, weights, jnp.einsum("wkgrc,wkcd->wkgrd", weights.p, v))
 
     rows = (lanes, kv_heads, groups, block_rows)
     state = jax.lax.fori_loop(first, last, step, empty(rows, head_dim))
