@@ -58,6 +58,7 @@ def init(
       ValueError: if a size is not positive or a slot number would not fit in 32 bits.
     """
     check_sizes(num_pages, max_seqs, pages_per_seq, page_size)
+    allocator: Allocator | PageCache
     if recent_pages:
         allocator = _page_cache.init(num_pages, max_seqs, recent_pages)
     else:
@@ -70,12 +71,16 @@ def init(
     )
 
 
-def reserve(memory: PagedMemory, new_lengths: jax.Array) -> tuple[PagedMemory, jax.Array]:
+def reserve(
+    memory: PagedMemory, new_lengths: jax.Array, max_new_pages: int | None = None
+) -> tuple[PagedMemory, jax.Array]:
     """Let each row grow until it holds ``new_lengths[b]`` tokens.
 
     Args:
       memory: the memory.
       new_lengths: ``[B]`` int32; the present length leaves a row as it is.
+      max_new_pages: the most pages that any row gains in this call, for a cost of
+        O(B * max_new_pages) instead of O(B * M). A row that needs more is refused.
 
     Returns:
       The next memory, whose ``lengths`` are the new ones where granted, and ``ok`` ``[B]`` bool:
@@ -83,20 +88,29 @@ def reserve(memory: PagedMemory, new_lengths: jax.Array) -> tuple[PagedMemory, j
     """
     tables, lengths, size = memory.block_tables, memory.lengths, memory.page_size
     width = tables.shape[1]
+    most = width if max_new_pages is None else min(max_new_pages, width)
     have = _tables.pages_for(lengths, size)
     need = _tables.pages_for(jnp.maximum(new_lengths, 0), size)
-    possible = (new_lengths >= lengths) & (need <= width)
-    counts = jnp.where(possible, need - have, 0)
+    possible = (new_lengths >= lengths) & (need <= width) & (need - have <= most)
     # Growth inside a page writes to that page: it must not be shared.
     possible &= (new_lengths == lengths) | _tail_is_exclusive(memory)
-    counts = jnp.where(possible, counts, 0)
-    allocator, pages, granted = _pages(memory).take(memory.allocator, counts, have, width)
+    counts = jnp.where(possible, need - have, 0)
+    if most == width:
+        allocator, pages, granted = _pages(memory).take(memory.allocator, counts, have, width)
+        tables = jnp.where(pages != 0, pages, tables)
+    else:
+        start = jnp.zeros_like(have)
+        allocator, pages, granted = _pages(memory).take(memory.allocator, counts, start, most)
+        row = jnp.arange(tables.shape[0], dtype=jnp.int32)[:, None]
+        column = have[:, None] + jnp.arange(most, dtype=jnp.int32)[None, :]
+        at = jnp.where(pages != 0, column, width)
+        tables = tables.at[row, at].set(pages, mode="drop")
     ok = possible & granted
     return (
         dataclasses.replace(
             memory,
             allocator=allocator,
-            block_tables=jnp.where(pages != 0, pages, tables),
+            block_tables=tables,
             lengths=jnp.where(ok, new_lengths, lengths),
         ),
         ok,
@@ -201,6 +215,44 @@ def release(memory: PagedMemory, mask: jax.Array) -> PagedMemory:
         allocator=allocator,
         block_tables=jnp.where(mask[:, None], 0, tables),
         lengths=jnp.where(mask, 0, memory.lengths),
+    )
+
+
+def select(memory: PagedMemory, rows: jax.Array) -> PagedMemory:
+    """The memory as R of its rows see it, so that an operation costs O(R*M) instead of O(B*M).
+
+    Args:
+      memory: the memory.
+      rows: ``[R]`` int32, distinct rows; B for padding, which is an empty row.
+
+    Returns:
+      A memory of R rows. After operations on it, ``update`` puts it back; the original must not
+      be used in between, for both own the same pages. (With a page cache, what the other rows
+      keep stays theirs: it does not go back to the free list when that runs dry.)
+    """
+    state = memory.allocator
+    if isinstance(state, PageCache):
+        recent = state.recent.at[rows].get(mode="fill", fill_value=0)
+        state = state._replace(recent=recent)
+    return dataclasses.replace(
+        memory,
+        allocator=state,
+        block_tables=memory.block_tables.at[rows].get(mode="fill", fill_value=0),
+        lengths=memory.lengths.at[rows].get(mode="fill", fill_value=0),
+    )
+
+
+def update(memory: PagedMemory, rows: jax.Array, part: PagedMemory) -> PagedMemory:
+    """Put back what ``select(memory, rows)`` gave; padding rows must have stayed empty."""
+    state = part.allocator
+    if isinstance(state, PageCache) and isinstance(memory.allocator, PageCache):
+        recent = memory.allocator.recent.at[rows].set(state.recent, mode="drop")
+        state = state._replace(recent=recent)
+    return dataclasses.replace(
+        memory,
+        allocator=state,
+        block_tables=memory.block_tables.at[rows].set(part.block_tables, mode="drop"),
+        lengths=memory.lengths.at[rows].set(part.lengths, mode="drop"),
     )
 
 

@@ -145,6 +145,42 @@ def test_impossible_sizes(sizes, message):
         memory.init(*sizes)
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_bound_on_new_pages_changes_the_cost_and_not_the_result(most):
+    state, _ = reserve(memory.init(10, 3, 4, 4), ints(3, 4, 0))
+    wanted = state.lengths + ints(most * 4, 0, most * 4)
+    bounded = jax.jit(memory.reserve, static_argnums=2)
+    assert jax.tree.all(
+        jax.tree.map(np.array_equal, bounded(state, wanted, most), reserve(state, wanted))
+    )
+    after, ok = bounded(state, wanted + ints(0, 0, 1), most)  # one page more than the bound
+    assert ok.tolist() == [True, True, False]
+    assert after.lengths.tolist() == [3 + most * 4, 4, 0]
+
+
+@pytest.mark.parametrize("recent", [0, 2])
+def test_operations_on_some_rows_are_those_on_all_with_the_others_idle(recent):
+    state, _ = reserve(memory.init(12, 4, 3, 4, recent), ints(5, 6, 0, 4))
+    rows = ints(3, 1, 4)  # 4 is padding
+
+    def some(state):
+        part = memory.select(state, rows)
+        part = memory.release(part, bools(0, 1, 0))
+        part, ok = memory.reserve(part, ints(9, 2, 0))
+        return memory.update(state, rows, part), ok
+
+    def every(state):
+        state = memory.release(state, bools(0, 1, 0, 0))
+        state, _ = memory.reserve(state, ints(5, 0, 0, 9))  # row 3 is the first that asks
+        state, ok = memory.reserve(state, ints(5, 2, 0, 9))
+        return state, ok[rows[:2]]
+
+    (one, ok_one), (two, ok_two) = jax.jit(some)(state), jax.jit(every)(state)
+    assert jax.tree.all(jax.tree.map(np.array_equal, one, two))
+    assert ok_one.tolist() == [*ok_two.tolist(), True]
+    assert invariants.broken(check(one)) == {}
+
+
 # --- random operations against the oracle -----------------------------------------------------
 
 
