@@ -67,14 +67,15 @@ class Spec:
 
 
 def chunks(head_dim: int) -> tuple[tuple[int, int, int], ...]:
-    """Splits a head into (start, width, valid) pieces of power-of-two widths >= 16.
+    """Splits a head into (start, width, valid) pieces of power-of-two widths of at least 32.
 
-    80 -> 64 + 16, 96 -> 64 + 32, 128 -> 128; what is left below 16 is a masked piece of 16.
+    96 -> 64 + 32, 128 -> 128, 80 -> 64 + 32 of which 16 are masked: of a piece of 16 columns, 8
+    warps would each compute the whole product.
     """
     pieces, start = [], 0
     while start < head_dim:
         left = head_dim - start
-        width = max(16, 1 << (left.bit_length() - 1))
+        width = max(32, 1 << (left.bit_length() - 1))
         pieces.append((start, width, min(width, left)))
         start += width
     return tuple(pieces)
@@ -224,6 +225,40 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return plgpu.dot(a, b, precision=precision, allow_tf32=None).astype(jnp.float32)
 
 
+# int8 -> float16 four at a time: with its sign bit flipped, a byte below 0x64 is 1024 + 128 + x.
+_INT8_TO_F16 = """{
+.reg .b32 t, bias;
+mov.b32 bias, 0x64806480;
+xor.b32 t, $2, 0x80808080;
+prmt.b32 $0, t, 0x64646464, 0x4140;
+prmt.b32 $1, t, 0x64646464, 0x4342;
+sub.f16x2 $0, $0, bias;
+sub.f16x2 $1, $1, bias;
+}"""
+
+
+def widen(spec: Spec, x: jax.Array, one: jax.Array | None) -> jax.Array:
+    """A tile in the products' dtype; exact, for float16 and bfloat16 hold every stored value.
+
+    `one` is a 1 that the compiler does not know to be one. Multiplying V by it keeps Triton from
+    moving the conversion behind the change of register layout, where it would have to fetch V from
+    shared memory byte by byte (64 loads a tile instead of 8).
+    """
+    if x.dtype == spec.dot_dtype:
+        return x
+    if spec.interpret or spec.dot_dtype != "float16" or x.dtype != jnp.int8:
+        wide = x.astype(spec.dot_dtype)
+    else:
+        (wide,) = plgpu.elementwise_inline_asm(
+            _INT8_TO_F16,
+            args=[x],
+            constraints="=&r,=&r,r",
+            pack=4,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float16)],
+        )
+    return wide if one is None else wide * one
+
+
 def load_query(spec: Spec, q_ref: Any, token: Any, head: Any, ok: jax.Array) -> Any:
     """Rows of q as a tuple of chunks in the products' dtype, and a factor that undoes their scaling.
 
@@ -303,12 +338,12 @@ def _token_offsets(spec: Spec, tile: Any) -> jax.Array:
 
 
 def _load_tile(
-    spec: Spec, ref: Any, page: jax.Array, offset: jax.Array, head: Any, ok: Any, *, is_v: bool
+    spec: Spec, ref: Any, page: Any, offset: Any, head: Any, ok: Any, one: Any
 ) -> tuple[jax.Array, ...]:
-    """The chunks [block_k, width] of a K or V tile; tokens that are not ok read as zero."""
+    """The chunks [block_k, width] of a K tile (one: None) or a V tile; not ok reads as zero."""
     rows = page + head * spec.num_pages if spec.layout == "KNPD" else page
     rows = rows[:, None] if jnp.ndim(rows) else rows
-    base = _inner_offsets(spec, offset, head, is_v=is_v, unit=spec.head_dim)
+    base = _inner_offsets(spec, offset, head, is_v=one is not None, unit=spec.head_dim)
     out = []
     for start, width, valid in chunks(spec.head_dim):
         d = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -321,7 +356,7 @@ def _load_tile(
         else:
             mask = jnp.broadcast_to(mask, (spec.block_k, width))
             out.append(plgpu.load(at, mask=mask, other=jnp.zeros((), ref.dtype)))
-    return tuple(x if x.dtype == spec.dot_dtype else x.astype(spec.dot_dtype) for x in out)
+    return tuple(widen(spec, x, one) for x in out)
 
 
 def _load_token_scales(
@@ -383,6 +418,7 @@ def attend(
     BN = spec.block_k
     R = rows.q[0].shape[0]
     lane = jnp.arange(BN, dtype=jnp.int32)[None, :]
+    one = jnp.where(length > 0, 1.0, 0.0).astype(spec.dot_dtype)
 
     def logits(k: tuple[jax.Array, ...], tile: Any, page: Any, offset: Any, ok: Any) -> jax.Array:
         s = dot(rows.q[0], k[0].T)
@@ -402,9 +438,9 @@ def attend(
         acc, m, l = carry
         offset = _token_offsets(spec, tile)
         ok = tile * BN + lane[0] < length if masked else None
-        k = _load_tile(spec, pool.k, page, offset, head, ok, is_v=False)
+        k = _load_tile(spec, pool.k, page, offset, head, ok, None)
         v_ref = pool.k if pool.v is None else pool.v
-        v = _load_tile(spec, v_ref, page, offset, head, ok, is_v=True)
+        v = _load_tile(spec, v_ref, page, offset, head, ok, one)
         s = logits(k, tile, page, offset, ok)
         if masked:
             token = tile * BN + lane
@@ -490,19 +526,35 @@ def prepare_pages(
     return k_pages, v_pages
 
 
-def tile_tokens(asked: int | None, head_dim: int, kv_dtype: Any, q_dtype: Any) -> int:
-    """Tokens a tile: what was asked for, rounded to a power of two, else 32 KiB of K.
+class Tiles(NamedTuple):
+    """How a program is shaped."""
 
-    float32 products run without tensor cores and hold their operands in registers: smaller tiles.
+    block_k: int  # tokens a tile
+    num_warps: int
+    num_stages: int  # buffers of K and V + 1
+
+
+def choose_tiles(
+    rows: int, head_dim: int, kv_dtype: Any, q_dtype: Any, asked: tuple[int | None, ...]
+) -> Tiles:
+    """Tile sizes that compile without spills for every GPU (`experiments/kernel_gate.py`).
+
+    asked: (block_k, num_warps, num_stages) as the caller gave them; block_k is rounded down to a
+    power of two of at least 16, because every array in a kernel has such a size.
     """
-    if asked is not None:
-        return min(256, max(16, 1 << (int(asked).bit_length() - 1)))
     width = sum(w for _, w, _ in chunks(head_dim))
-    if q_dtype == jnp.float32:
-        return max(16, min(32, 4096 // width))
-    return max(32, min(128, 16384 // (1 << (width - 1).bit_length())))
-
-
-def default_warps(rows: int, block_k: int) -> int:
-    """Warps that keep a program below 128 registers a thread."""
-    return 8 if rows * block_k >= 2048 else 4
+    even = width & (width - 1) == 0
+    if q_dtype == jnp.float32:  # products without tensor cores hold their operands in registers
+        tiles = Tiles(32 if width <= 128 and rows <= 32 else 16, 8, 2)
+    elif jnp.dtype(kv_dtype).itemsize == 1:
+        tiles = Tiles(64 if width <= 128 else 32, 4 if rows <= 32 else 8, 3)
+    elif rows >= 64:
+        tiles = Tiles(64 if width <= 128 else 32, 8, 3)
+    elif width <= 128 and even:
+        tiles = Tiles(128, 8, 2)
+    else:
+        tiles = Tiles(64, 8 if even else 4, 2)
+    block_k, num_warps, num_stages = asked
+    if block_k is not None:
+        block_k = min(256, max(16, 1 << (int(block_k).bit_length() - 1)))
+    return Tiles(*(a or t for a, t in zip((block_k, num_warps, num_stages), tiles, strict=True)))

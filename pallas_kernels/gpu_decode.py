@@ -212,13 +212,15 @@ def decode(
     k_pages, v_pages = common.prepare_pages(k_pages, v_pages, options.kv_dtype, capability)
     batch, num_heads, head_dim = q.shape
     page_size = common.pool_geometry(options.kv_layout, k_pages).page_size
+    groups = num_heads // common.pool_geometry(options.kv_layout, k_pages).num_kv_heads
+    rows = min(MAX_ROWS, max(16, pl.next_power_of_2(groups)))
     if block_k is None and pages_per_compute_block is not None:
         block_k = pages_per_compute_block * page_size
-    block_k = common.tile_tokens(block_k, head_dim, k_pages.dtype, q.dtype)
+    block_k, num_warps, num_stages = common.choose_tiles(
+        rows, head_dim, k_pages.dtype, q.dtype, (block_k, num_warps, num_stages)
+    )
     spec = common.make_spec(options, k_pages, q.dtype, block_k, lanes=True, interpret=interpret)
 
-    groups = num_heads // spec.num_kv_heads
-    rows = min(MAX_ROWS, max(16, pl.next_power_of_2(groups)))
     head_programs = spec.num_kv_heads * pl.cdiv(groups, rows)
     target = batch * k_splits if k_splits else pl.cdiv(num_sms * PROGRAMS_PER_SM, head_programs)
     items = max_items(batch, block_k, block_tables.shape[1] * page_size, target)
@@ -237,9 +239,7 @@ def decode(
             jax.ShapeDtypeStruct((items, num_heads, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((items, num_heads), jnp.float32),
         ),
-        compiler_params=plgpu.CompilerParams(
-            num_warps=num_warps or common.default_warps(rows, block_k), num_stages=num_stages or 2
-        ),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name="paged_decode_split",
     )(
