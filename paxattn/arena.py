@@ -33,8 +33,9 @@ def init(capacity: int, max_seqs: int) -> Arena:
             f"an arena of {capacity} units for {max_seqs} sequences; both must be at least 1, and "
             "the capacity less than 2**31 (count in larger units otherwise)"
         )
-    none = jnp.zeros(max_seqs, jnp.int32)
-    return Arena(jnp.int32(capacity), none, none)
+    return Arena(
+        jnp.int32(capacity), jnp.zeros(max_seqs, jnp.int32), jnp.zeros(max_seqs, jnp.int32)
+    )
 
 
 def holes(arena: Arena) -> tuple[jax.Array, jax.Array]:

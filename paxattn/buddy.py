@@ -40,8 +40,12 @@ def init(capacity: int, max_seqs: int) -> Buddy:
         while at + 2**order <= capacity and at % 2**order == 0:
             free[at] = order
             at += 2**order
-    none = jnp.zeros(max_seqs, jnp.int32)
-    return Buddy(jnp.asarray(free), none, none - 1, none)
+    return Buddy(
+        jnp.asarray(free),
+        jnp.zeros(max_seqs, jnp.int32),
+        jnp.full(max_seqs, -1, jnp.int32),
+        jnp.zeros(max_seqs, jnp.int32),
+    )
 
 
 def order_for(size: jax.Array) -> jax.Array:

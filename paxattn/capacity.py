@@ -26,6 +26,7 @@ class Capacity:
     max_rows: int
     max_model_len: int
     bytes_per_page: int
+    reserved: bool
 
     @property
     def pool_tokens(self) -> int:
@@ -105,7 +106,7 @@ def plan_capacity(
                 f"{max_model_len}, which reserves {pages_per_seq} pages of {page} bytes beside "
                 f"the null page; give at least {(pages_per_seq + 1) * page} or lower max_model_len"
             )
-    return Capacity(page_size, pages + 1, pages_per_seq, rows, max_model_len, page)
+    return Capacity(page_size, pages + 1, pages_per_seq, rows, max_model_len, page, reserved)
 
 
 def _positive(name: str, value) -> None:

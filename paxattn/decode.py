@@ -294,5 +294,3 @@ class Programs:
         self.decode = program("decode", _decode, 1)
         self.reserve = jax.jit(counted("tables", reserve), donate_argnums=0)
         self.release = jax.jit(counted("tables", release), donate_argnums=0)
-
-

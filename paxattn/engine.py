@@ -36,6 +36,7 @@ class StepRecord(NamedTuple):
     started: float  # seconds, time.perf_counter
     seconds: float
     compiled: bool  # a program was compiled in this time
+    requests: tuple[int, ...]  # each running request's place in the call
     stored_before: tuple[int, ...]  # tokens in the pool of each running sequence
     stored_after: tuple[int, ...]
     steps: int  # decode steps; 1 for a prefill
@@ -148,7 +149,7 @@ class LLM:
             tokenizer, ...: before anything runs, naming the prompt.
         """
         outputs: dict[int, RequestOutput] = {}
-        for output in self._run(prompts, sampling_params, stream=False):
+        for output in self.completed(prompts, sampling_params):
             outputs[int(output.request_id)] = output
         if outputs and all(o.error for o in outputs.values()):
             raise ValueError(outputs[min(outputs)].error)
@@ -165,6 +166,19 @@ class LLM:
         the prompt's place in the call.
         """
         return self._run(prompts, sampling_params, stream=True)
+
+    def completed(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Like `generate`, but yields each `RequestOutput` as soon as it is finished."""
+        return self._run(prompts, sampling_params, stream=False)
+
+    def batch_sizes(self) -> list[int]:
+        """Rows of the decode programs that this engine may compile."""
+        most = self.capacity.max_rows
+        return sorted({_bucket(rows, most) for rows in range(1, most + 1)})
 
     def stats(self) -> dict[str, Any]:
         """Pages, tokens and programs as they stand now."""
@@ -273,9 +287,7 @@ class LLM:
     def _release(self, rows: list[int]) -> None:
         mask = np.zeros(self.capacity.max_rows, bool)
         mask[rows] = True
-        self._state = self._state._replace(
-            memory=self._programs.release(self._state.memory, mask)
-        )
+        self._state = self._state._replace(memory=self._programs.release(self._state.memory, mask))
 
     def _prefill(self, chunks: list[Chunk]) -> list[Running]:
         total = sum(c.count for c in chunks)
@@ -465,6 +477,7 @@ class LLM:
                 started=started,
                 seconds=time.perf_counter() - started,
                 compiled=sum(self._programs.compiled.values()) > compiled,
+                requests=tuple(s.index for s in running),
                 stored_before=before,
                 stored_after=tuple(s.stored for s in running),
                 steps=steps,
