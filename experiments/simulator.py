@@ -1,0 +1,422 @@
+"""Requests through a KV memory without a model: who is batched, and what the memory holds.
+
+The simulator is one compiled loop over events (a request leaves, a request is admitted, all
+advance). It calls the functions that the engine calls: :mod:`paxattn.memory` for pages, and
+:mod:`paxattn.buddy` or :mod:`paxattn.arena` for the contiguous baselines.
+
+Rules. First come, first served: a request that does not fit holds up those behind it. Every
+running request gains one token a step. Step t of a request holds its prompt and t output tokens.
+When pages run out, the youngest request is put back at the head of the queue and keeps its
+tokens' count (they are computed again). Between two events nothing can change hands, so the loop
+jumps there at once; the sums over the steps that it skips are exact.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import common
+from paxattn import arena, buddy, memory
+
+CHUNK = 8192  # events in one call of the compiled loop
+_NEVER = np.int32(2**31 - 1)
+
+
+class Policy(NamedTuple):
+    """How requests get memory; every function is pure and works on one row."""
+
+    name: str
+    init: Callable[[], Any]
+    # (store, row, length, final) -> (store, owned slots, ok)
+    admit: Callable[..., tuple[Any, jax.Array, jax.Array]]
+    leave: Callable[[Any, jax.Array], Any]  # (store, row)
+    capacity: int  # token slots
+    page_size: int  # 0: a region for each request, which never grows
+
+
+def paged(num_pages: int, rows: int, longest: int, page_size: int, watermark: int = 0) -> Policy:
+    """Pages on demand.
+
+    Args:
+      num_pages: pages in the pool, the null page included.
+      rows: most requests at once.
+      longest: tokens of the longest request.
+      page_size: P.
+      watermark: pages that admission leaves free, so that the running requests can grow.
+    """
+
+    def admit(store, row, length, final):
+        del final
+        part = memory.select(store, row[None])
+        part, ok = memory.reserve(part, length[None])
+        enough = memory.free_pages(part) >= watermark
+        alone = jnp.all(store.lengths == 0)
+        fits = ok[0] & (enough | alone)
+        part = jax.tree.map(
+            functools.partial(jnp.where, fits), part, memory.select(store, row[None])
+        )
+        return memory.update(store, row[None], part), jnp.int32(0), fits
+
+    def leave(store, row):
+        part = memory.release(memory.select(store, row[None]), jnp.ones(1, bool))
+        return memory.update(store, row[None], part)
+
+    pages_per_seq = -(-longest // page_size)
+    return Policy(
+        "paged",
+        lambda: memory.init(num_pages, rows, pages_per_seq, page_size),
+        admit,
+        leave,
+        (num_pages - 1) * page_size,
+        page_size,
+    )
+
+
+def reserved(
+    name: str,
+    region: Callable[[jax.Array, jax.Array], jax.Array],
+    capacity: int,
+    rows: int,
+    kind: str = "buddy",
+) -> Policy:
+    """A region for each request, of the size that ``region(prompt, final)`` says.
+
+    Args:
+      name: of the policy.
+      region: from the tokens of prompt and of the finished request to slots, at least ``final``.
+      capacity: slots in the arena.
+      rows: most requests at once.
+      kind: "buddy", "first" (fit) or "best" (fit).
+    """
+
+    def admit(store, row, length, final):
+        size = region(length, final)
+        if kind == "buddy":
+            store, ok = buddy.place(store, row, size)
+        else:
+            store, ok = arena.place(store, row, size, kind)
+        return store, jnp.where(ok, size, 0), ok
+
+    def leave(store, row):
+        if kind == "buddy":
+            return buddy.free(store, row)
+        return arena.free(store, jnp.arange(rows, dtype=jnp.int32) == row)
+
+    start = buddy.init if kind == "buddy" else arena.init
+    return Policy(name, lambda: start(capacity, rows), admit, leave, capacity, 0)
+
+
+def power_of_two(tokens: jax.Array) -> jax.Array:
+    """The next power of two, ``[]`` int32, for at least 1 token."""
+    return jnp.int32(1) << buddy.order_for(tokens)
+
+
+def orca(capacity: int, rows: int, longest: int, kind: str = "buddy") -> dict[str, Policy]:
+    """The three baselines of the PagedAttention paper (Section 6.1), by their JSON names."""
+
+    def pow2(prompt, final):
+        return jnp.minimum(prompt + power_of_two(jnp.maximum(final - prompt, 1)), longest)
+
+    regions = {
+        "orca_max": lambda prompt, final: jnp.int32(longest),
+        "orca_pow2": pow2,
+        "orca_oracle": lambda prompt, final: final,
+    }
+    return {name: reserved(name, r, capacity, rows, kind) for name, r in regions.items()}
+
+
+class Events(NamedTuple):
+    """One line an event, all ``[E]`` int32 in the compiled loop; sums are over its steps."""
+
+    steps: Any  # steps that passed
+    running: Any  # requests running in them
+    used: Any  # sum of tokens held
+    final: Any  # sum of the tokens that the running requests will hold
+    owned: Any  # sum of the slots that the requests own
+    waiting: Any  # 1 if a request had arrived and found no place
+    left: Any  # requests that finished
+    admitted: Any  # requests that started
+    preempted: Any  # requests that were put back
+    waste: Any  # the largest part of its memory that one request leaves empty, slots (paged)
+
+
+class _State(NamedTuple):
+    store: Any
+    request: jax.Array  # [B] int32, -1 for an idle row
+    length: jax.Array  # [B] int32
+    final: jax.Array  # [B] int32
+    owned: jax.Array  # [B] int32
+    upcoming: jax.Array  # [] int32: the next request that has never run
+    put_back: jax.Array  # [B] int32: preempted requests, a stack: the oldest is on top
+    put_back_length: jax.Array  # [B] int32
+    num_put_back: jax.Array  # [] int32
+    now: jax.Array  # [] int32, steps
+    blocked: jax.Array  # [] bool: the head of the queue did not fit, and nothing has left since
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run gives: each event, and the totals."""
+
+    policy: str
+    capacity: int
+    page_size: int
+    events: Events  # NumPy, int64
+
+    def window(self, waiting: bool) -> np.ndarray:
+        """Events to average over: all, or those at which a request waited for memory."""
+        passed = self.events.steps > 0
+        return passed & (self.events.waiting > 0) if waiting else passed
+
+    def mean_running(self, waiting: bool = False) -> float:
+        """Requests running, averaged over the steps at which any ran."""
+        chosen = self.window(waiting) & (self.events.running > 0)
+        steps = self.events.steps[chosen]
+        return float((self.events.running[chosen] * steps).sum() / max(steps.sum(), 1))
+
+    def slots(self, waiting: bool = False) -> dict[str, float]:
+        """Slot-steps: used, reserved, internal, external, free; they sum to capacity * steps."""
+        chosen = self.window(waiting)
+        used, final, owned, steps = (
+            int(part[chosen].sum())
+            for part in (self.events.used, self.events.final, self.events.owned, self.events.steps)
+        )
+        total = self.capacity * steps
+        if self.page_size:
+            return {
+                "used": used,
+                "reserved": 0,
+                "internal": owned - used,
+                "external": 0,
+                "free": total - owned,
+            }
+        # while a request waits nothing outside the regions can be given to it
+        rest = total - owned
+        return {
+            "used": used,
+            "reserved": final - used,
+            "internal": owned - final,
+            "external": rest if waiting else 0,
+            "free": 0 if waiting else rest,
+        }
+
+    def percent(self, waiting: bool = False) -> dict[str, float]:
+        """Used, reserved, internal, external in percent of what is held; they sum to 100."""
+        parts = self.slots(waiting)
+        parts.pop("free")
+        held = max(sum(parts.values()), 1)
+        return {name: 100 * value / held for name, value in parts.items()}
+
+
+def run(
+    policy: Policy,
+    prompt: np.ndarray,
+    output: np.ndarray,
+    arrival: np.ndarray | None = None,
+    rows: int = 256,
+    longest: int | None = None,
+    label: str | None = None,
+) -> Result:
+    """Run every request to its end.
+
+    Args:
+      policy: from ``paged``, ``orca`` or ``reserved``, for the same number of rows.
+      prompt: ``[R]`` tokens, at least 1.
+      output: ``[R]`` tokens; a request with 0 is admitted and leaves without a step.
+      arrival: ``[R]`` steps, not decreasing; None when all are there from the start.
+      rows: most requests at once.
+      longest: the most tokens of one request, by default the longest there is.
+      label: shows a progress bar of this name.
+
+    Raises:
+      ValueError: for an empty trace, a prompt without tokens, or a request that cannot fit even
+        when it is alone.
+    """
+    prompt, output = np.asarray(prompt), np.asarray(output)
+    if len(prompt) == 0:
+        raise ValueError("the trace has no requests")
+    if prompt.min() < 1 or output.min() < 0:
+        bad = int(np.flatnonzero((prompt < 1) | (output < 0))[0])
+        raise ValueError(f"request {bad} has {prompt[bad]} prompt and {output[bad]} output tokens")
+    total = prompt.astype(np.int64) + output
+    most = min(policy.capacity, longest or policy.capacity)
+    if total.max() > most:
+        bad = int(total.argmax())
+        raise ValueError(
+            f"request {bad} needs {total[bad]:,} token slots, but no request can have more than "
+            f"{most:,}: leave it out or enlarge the memory"
+        )
+    if arrival is None:
+        arrival = np.zeros(len(prompt), np.int32)
+    trace = tuple(jnp.asarray(x, jnp.int32) for x in (prompt, total, arrival))
+    step = jax.jit(functools.partial(_chunk, policy), donate_argnums=0)
+    state = jax.jit(lambda: _start(policy, rows))()  # a buffer of its own for each array
+    pieces, done = [], 0
+    with common.bar(len(prompt), label or policy.name, "req") as bar:
+        bar.disable = bar.disable or label is None
+        while done < len(prompt):
+            state, events = step(state, trace)
+            events = jax.tree.map(np.asarray, events)
+            pieces.append(events)
+            gone = int(events.left.sum())
+            if not (gone or events.admitted.any() or events.steps.any()):
+                raise RuntimeError(f"{policy.name}: no progress after {done} requests")
+            done += gone
+            bar.update(gone)
+    joined = (np.concatenate(part).astype(np.int64) for part in zip(*pieces, strict=True))
+    return Result(policy.name, policy.capacity, policy.page_size, Events(*joined))
+
+
+def _start(policy: Policy, rows: int) -> _State:
+    def zeros() -> jax.Array:
+        return jnp.zeros(rows, jnp.int32)
+
+    none = jnp.full(rows, -1, jnp.int32)
+    zero = jnp.int32(0)
+    return _State(
+        policy.init(),
+        *(none, zeros(), zeros(), zeros()),
+        *(zero, zeros(), zeros(), zero, zero, jnp.array(False)),
+    )
+
+
+def _chunk(policy: Policy, state: _State, trace: tuple[jax.Array, ...]):
+    return jax.lax.scan(lambda s, _: _event(policy, s, trace), state, None, length=CHUNK)
+
+
+def _event(policy: Policy, state: _State, trace: tuple[jax.Array, ...]):
+    prompt, total, arrival = trace
+    count = prompt.shape[0]
+    finished = (state.request >= 0) & (state.length >= state.final)
+    top = jnp.maximum(state.num_put_back - 1, 0)
+    again = state.num_put_back > 0
+    fresh = jnp.minimum(state.upcoming, count - 1)
+    head = jnp.where(again, state.put_back[top], fresh)
+    exists = again | (state.upcoming < count)
+    here = exists & (arrival[head] <= state.now)
+    idle = jnp.any(state.request < 0)
+    length = jnp.where(again, state.put_back_length[top], prompt[head])
+
+    kind = jnp.where(
+        jnp.any(finished), 0, jnp.where(here & idle & ~state.blocked, 1, 2)
+    )
+    return jax.lax.switch(
+        kind,
+        [
+            lambda s: _leave(policy, s, jnp.argmax(finished).astype(jnp.int32)),
+            lambda s: _admit(policy, s, head, length, total[head], again),
+            lambda s: _advance(policy, s, jnp.where(exists & ~here, arrival[head], _NEVER), here),
+        ],
+        state,
+    )
+
+
+def _nothing(**counts: jax.Array) -> Events:
+    return Events(*[jnp.int32(0)] * len(Events._fields))._replace(**counts)
+
+
+def _leave(policy: Policy, state: _State, row: jax.Array) -> tuple[_State, Events]:
+    state = state._replace(
+        store=policy.leave(state.store, row),
+        request=state.request.at[row].set(-1),
+        length=state.length.at[row].set(0),
+        final=state.final.at[row].set(0),
+        owned=state.owned.at[row].set(0),
+        blocked=jnp.array(False),
+    )
+    return state, _nothing(left=jnp.int32(1))
+
+
+def _admit(policy, state, head, length, final, again) -> tuple[_State, Events]:
+    row = jnp.argmax(state.request < 0).astype(jnp.int32)
+    store, owned, ok = policy.admit(state.store, row, length, final)
+
+    def put(array, value):
+        return array.at[row].set(jnp.where(ok, value, array[row]))
+
+    state = state._replace(
+        store=store,
+        request=put(state.request, head),
+        length=put(state.length, length),
+        final=put(state.final, final),
+        owned=put(state.owned, owned),
+        upcoming=state.upcoming + (ok & ~again).astype(jnp.int32),
+        num_put_back=state.num_put_back - (ok & again).astype(jnp.int32),
+        blocked=~ok,
+    )
+    return state, _nothing(admitted=ok.astype(jnp.int32))
+
+
+def _advance(policy, state, next_arrival, waits) -> tuple[_State, Events]:
+    running = state.request >= 0
+    count = jnp.sum(running, dtype=jnp.int32)
+    remaining = jnp.min(jnp.where(running, state.final - state.length, _NEVER))
+    # the sums over the steps must fit in 32 bits
+    most = max(1, 2**30 // policy.capacity)
+    steps = jnp.minimum(jnp.minimum(remaining, next_arrival - state.now), most)
+    # an idle machine with an empty queue has nothing to wait for
+    steps = jnp.where((count == 0) & (next_arrival == _NEVER), 0, steps)
+    if policy.page_size:
+        return _advance_paged(policy, state, running, steps, waits)
+    tokens = jnp.sum(state.length, dtype=jnp.int32)
+    events = _nothing(
+        steps=steps,
+        running=count,
+        used=tokens * steps + count * (steps * (steps + 1) // 2),
+        final=jnp.sum(state.final, dtype=jnp.int32) * steps,
+        owned=jnp.sum(state.owned, dtype=jnp.int32) * steps,
+        waiting=waits.astype(jnp.int32),
+    )
+    return state._replace(
+        length=state.length + jnp.where(running, steps, 0), now=state.now + steps
+    ), events
+
+
+def _advance_paged(policy, state, running, steps, waits) -> tuple[_State, Events]:
+    """Advance as far as the free pages reach, at most a page's length; else preempt one."""
+    size = policy.page_size
+    ahead = jnp.arange(1, size + 1, dtype=jnp.int32)[:, None]  # [P, 1]
+    pages = (state.length[None, :] + ahead + size - 1) // size  # [P, B] after so many steps
+    pages = jnp.sum(jnp.where(running[None, :], pages, 0), axis=1, dtype=jnp.int32)
+    have = jnp.sum((state.length + size - 1) // size, dtype=jnp.int32)
+    enough = pages - have <= memory.free_pages(state.store)
+    reach = jnp.sum(enough, dtype=jnp.int32)  # the need only grows with the steps
+    reach = jnp.where(jnp.any(running), jnp.minimum(reach, steps), steps)
+    stuck = jnp.any(running) & (reach == 0) & (steps > 0)
+    # an idle stretch (no request runs) may be longer than a page
+    grow = jnp.where(running, reach, 0)
+    store, ok = memory.reserve(state.store, state.length + grow, 1)
+    grow = jnp.where(ok, grow, 0)  # all ok: counted above
+    length = state.length + grow
+    count = jnp.sum(running, dtype=jnp.int32)
+    inside = ahead[:, 0] <= reach
+    spare = memory.held_pages(store) * size - length  # from the tables, not from the formula
+    events = _nothing(
+        steps=reach,
+        running=count,
+        used=jnp.sum(state.length, dtype=jnp.int32) * reach + count * (reach * (reach + 1) // 2),
+        final=jnp.sum(state.final, dtype=jnp.int32) * reach,
+        owned=jnp.sum(jnp.where(inside, pages, 0), dtype=jnp.int32) * size,
+        waiting=waits.astype(jnp.int32),
+        preempted=stuck.astype(jnp.int32),
+        waste=jnp.max(spare),
+    )
+    state = state._replace(store=store, length=length, now=state.now + reach)
+    return jax.lax.cond(stuck, functools.partial(_put_back, policy), lambda s: s, state), events
+
+
+def _put_back(policy: Policy, state: _State) -> _State:
+    row = jnp.argmax(state.request).astype(jnp.int32)  # the youngest has the largest number
+    at = state.num_put_back
+    kept = state._replace(
+        put_back=state.put_back.at[at].set(state.request[row]),
+        put_back_length=state.put_back_length.at[at].set(state.length[row]),
+        num_put_back=at + 1,
+    )
+    gone, _ = _leave(policy, kept, row)
+    return gone._replace(blocked=jnp.array(True))  # only a departure makes room for it
