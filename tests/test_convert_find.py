@@ -10,7 +10,6 @@ import pytest
 from convert import find as finder
 from convert.errors import ModelNotFound
 
-
 HUB, HUB_CACHE, PIP = finder._hub, finder._hub_cache, finder._pip_download
 
 

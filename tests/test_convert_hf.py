@@ -76,8 +76,7 @@ def test_shards_give_what_one_file_gives(tmp_path):
     ],
 )
 def test_dtypes(tmp_path, stored, asked, got):
-    import torch
-
+    torch = pytest.importorskip("torch")
     model = hf_model().to(getattr(torch, stored))
     model.save_pretrained(tmp_path)
     state = {name: tensor.float() for name, tensor in model.state_dict().items()}

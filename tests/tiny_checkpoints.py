@@ -4,6 +4,7 @@ import json
 
 import gguf
 import numpy as np
+import pytest
 
 SIZES = {
     "vocab_size": 48,
@@ -18,7 +19,7 @@ SIZES = {
 
 def hf_model(name="Llama", seed=0, **fields):
     """A random transformers model in float32; biases and norms random too."""
-    import torch
+    torch = pytest.importorskip("torch", reason="torch (of the test extra) writes the model")
     import transformers
 
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **fields})
