@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import faults, reference, validate, vjp, xla
+from pallas_kernels import faults, reference, validate, vjp
 from pallas_kernels.options import KVLayout
 from pallas_kernels.validate import require
 
@@ -306,7 +306,7 @@ def _kernel(name: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
 
 
 # Jitted so that an eager call compiles once; inside a caller's jit they are inlined.
-_xla_decode = jax.jit(xla.decode)
+_xla_decode = jax.jit(vjp.decode)
 _reference_decode = jax.jit(reference.decode)
 _xla_ragged = jax.jit(vjp.ragged)
 _reference_ragged = jax.jit(reference.ragged)
