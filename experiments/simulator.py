@@ -12,15 +12,14 @@ jumps there at once; the sums over the steps that it skips are exact.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import common
 from paxattn import arena, buddy, memory
 
 CHUNK = 8192  # events in one call of the compiled loop
@@ -36,6 +35,7 @@ class Policy(NamedTuple):
     admit: Callable[..., tuple[Any, jax.Array, jax.Array]]
     leave: Callable[[Any, jax.Array], Any]  # (store, row)
     capacity: int  # token slots
+    rows: int  # most requests at once
     page_size: int  # 0: a region for each request, which never grows
 
 
@@ -52,15 +52,12 @@ def paged(num_pages: int, rows: int, longest: int, page_size: int, watermark: in
 
     def admit(store, row, length, final):
         del final
-        part = memory.select(store, row[None])
-        part, ok = memory.reserve(part, length[None])
-        enough = memory.free_pages(part) >= watermark
+        left = memory.free_pages(store) - (length + page_size - 1) // page_size
         alone = jnp.all(store.lengths == 0)
-        fits = ok[0] & (enough | alone)
-        part = jax.tree.map(
-            functools.partial(jnp.where, fits), part, memory.select(store, row[None])
-        )
-        return memory.update(store, row[None], part), jnp.int32(0), fits
+        fits = (left >= watermark) | (alone & (left >= 0))
+        part = memory.select(store, row[None])
+        part, ok = memory.reserve(part, jnp.where(fits, length, 0)[None])
+        return memory.update(store, row[None], part), jnp.int32(0), ok[0] & fits
 
     def leave(store, row):
         part = memory.release(memory.select(store, row[None]), jnp.ones(1, bool))
@@ -70,10 +67,8 @@ def paged(num_pages: int, rows: int, longest: int, page_size: int, watermark: in
     return Policy(
         "paged",
         lambda: memory.init(num_pages, rows, pages_per_seq, page_size),
-        admit,
-        leave,
-        (num_pages - 1) * page_size,
-        page_size,
+        *(admit, leave),
+        *((num_pages - 1) * page_size, rows, page_size),
     )
 
 
@@ -93,11 +88,13 @@ def reserved(
       rows: most requests at once.
       kind: "buddy", "first" (fit) or "best" (fit).
     """
+    # a buddy arena is searched unit by unit: at most 64k of them
+    unit = 2 ** max(0, (capacity // 2**16).bit_length()) if kind == "buddy" else 1
 
     def admit(store, row, length, final):
         size = region(length, final)
         if kind == "buddy":
-            store, ok = buddy.place(store, row, size)
+            store, ok = buddy.place(store, row, (size + unit - 1) // unit)
         else:
             store, ok = arena.place(store, row, size, kind)
         return store, jnp.where(ok, size, 0), ok
@@ -108,7 +105,12 @@ def reserved(
         return arena.free(store, jnp.arange(rows, dtype=jnp.int32) == row)
 
     start = buddy.init if kind == "buddy" else arena.init
-    return Policy(name, lambda: start(capacity, rows), admit, leave, capacity, 0)
+    return Policy(
+        name,
+        lambda: start(capacity // unit, rows),
+        *(admit, leave),
+        *(capacity // unit * unit, rows, 0),
+    )
 
 
 def power_of_two(tokens: jax.Array) -> jax.Array:
@@ -157,6 +159,7 @@ class _State(NamedTuple):
     num_put_back: jax.Array  # [] int32
     now: jax.Array  # [] int32, steps
     blocked: jax.Array  # [] bool: the head of the queue did not fit, and nothing has left since
+    stuck: jax.Array  # [] bool: pages ran out, so the youngest must go
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,9 +176,18 @@ class Result:
         passed = self.events.steps > 0
         return passed & (self.events.waiting > 0) if waiting else passed
 
-    def mean_running(self, waiting: bool = False) -> float:
-        """Requests running, averaged over the steps at which any ran."""
-        chosen = self.window(waiting) & (self.events.running > 0)
+    def mean_running(self, waiting: bool = False, until: int | None = None) -> float:
+        """Requests running, averaged over steps.
+
+        Args:
+          waiting: only over the steps at which a request waited for memory.
+          until: only over the steps before this one, without the first fifth of them, in which
+            the memory fills.
+        """
+        chosen = self.window(waiting)
+        if until is not None:
+            now = np.cumsum(self.events.steps)
+            chosen = chosen & (now > until // 5) & (now <= until)
         steps = self.events.steps[chosen]
         return float((self.events.running[chosen] * steps).sum() / max(steps.sum(), 1))
 
@@ -218,20 +230,16 @@ def run(
     prompt: np.ndarray,
     output: np.ndarray,
     arrival: np.ndarray | None = None,
-    rows: int = 256,
-    longest: int | None = None,
     label: str | None = None,
 ) -> Result:
     """Run every request to its end.
 
     Args:
-      policy: from ``paged``, ``orca`` or ``reserved``, for the same number of rows.
+      policy: from ``paged``, ``orca`` or ``reserved``.
       prompt: ``[R]`` tokens, at least 1.
       output: ``[R]`` tokens; a request with 0 is admitted and leaves without a step.
       arrival: ``[R]`` steps, not decreasing; None when all are there from the start.
-      rows: most requests at once.
-      longest: the most tokens of one request, by default the longest there is.
-      label: shows a progress bar of this name.
+      label: of the progress bar, by default the policy's name.
 
     Raises:
       ValueError: for an empty trace, a prompt without tokens, or a request that cannot fit even
@@ -244,23 +252,20 @@ def run(
         bad = int(np.flatnonzero((prompt < 1) | (output < 0))[0])
         raise ValueError(f"request {bad} has {prompt[bad]} prompt and {output[bad]} output tokens")
     total = prompt.astype(np.int64) + output
-    most = min(policy.capacity, longest or policy.capacity)
-    if total.max() > most:
+    if total.max() > policy.capacity:
         bad = int(total.argmax())
         raise ValueError(
-            f"request {bad} needs {total[bad]:,} token slots, but no request can have more than "
-            f"{most:,}: leave it out or enlarge the memory"
+            f"request {bad} needs {total[bad]:,} token slots, more than the whole memory's "
+            f"{policy.capacity:,}: leave it out or enlarge the memory"
         )
     if arrival is None:
         arrival = np.zeros(len(prompt), np.int32)
     trace = tuple(jnp.asarray(x, jnp.int32) for x in (prompt, total, arrival))
-    step = jax.jit(functools.partial(_chunk, policy), donate_argnums=0)
-    state = jax.jit(lambda: _start(policy, rows))()  # a buffer of its own for each array
+    state = jax.jit(lambda: _start(policy))()  # a buffer of its own for each array
     pieces, done = [], 0
     with common.bar(len(prompt), label or policy.name, "req") as bar:
-        bar.disable = bar.disable or label is None
         while done < len(prompt):
-            state, events = step(state, trace)
+            state, events = _compiled(policy, state, trace)
             events = jax.tree.map(np.asarray, events)
             pieces.append(events)
             gone = int(events.left.sum())
@@ -272,16 +277,15 @@ def run(
     return Result(policy.name, policy.capacity, policy.page_size, Events(*joined))
 
 
-def _start(policy: Policy, rows: int) -> _State:
+def _start(policy: Policy) -> _State:
     def zeros() -> jax.Array:
-        return jnp.zeros(rows, jnp.int32)
+        return jnp.zeros(policy.rows, jnp.int32)
 
-    none = jnp.full(rows, -1, jnp.int32)
-    zero = jnp.int32(0)
+    zero, false = jnp.int32(0), jnp.array(False)
     return _State(
         policy.init(),
-        *(none, zeros(), zeros(), zeros()),
-        *(zero, zeros(), zeros(), zero, zero, jnp.array(False)),
+        *(zeros() - 1, zeros(), zeros(), zeros()),
+        *(zero, zeros(), zeros(), zero, zero, false, false),
     )
 
 
@@ -289,82 +293,108 @@ def _chunk(policy: Policy, state: _State, trace: tuple[jax.Array, ...]):
     return jax.lax.scan(lambda s, _: _event(policy, s, trace), state, None, length=CHUNK)
 
 
+_compiled = jax.jit(_chunk, static_argnums=0, donate_argnums=1)
+
+
 def _event(policy: Policy, state: _State, trace: tuple[jax.Array, ...]):
+    """A departure, or an admission, or the way to the next of them."""
     prompt, total, arrival = trace
     count = prompt.shape[0]
-    finished = (state.request >= 0) & (state.length >= state.final)
     top = jnp.maximum(state.num_put_back - 1, 0)
     again = state.num_put_back > 0
-    fresh = jnp.minimum(state.upcoming, count - 1)
-    head = jnp.where(again, state.put_back[top], fresh)
+    head = jnp.where(again, state.put_back[top], jnp.minimum(state.upcoming, count - 1))
+    length = jnp.where(again, state.put_back_length[top], prompt[head])
     exists = again | (state.upcoming < count)
     here = exists & (arrival[head] <= state.now)
-    idle = jnp.any(state.request < 0)
-    length = jnp.where(again, state.put_back_length[top], prompt[head])
+    next_arrival = jnp.where(exists & ~here, arrival[head], _NEVER)
 
-    kind = jnp.where(
-        jnp.any(finished), 0, jnp.where(here & idle & ~state.blocked, 1, 2)
-    )
+    leaves = state.stuck | jnp.any(_finished(state))
+    starts = here & ~state.blocked & jnp.any(state.request < 0)
+    kind = jnp.where(leaves, 0, jnp.where(starts, 1, 2))
+    advance = _advance_paged if policy.page_size else _advance_owned
     return jax.lax.switch(
         kind,
         [
-            lambda s: _leave(policy, s, jnp.argmax(finished).astype(jnp.int32)),
+            lambda s: _leave(policy, s),
             lambda s: _admit(policy, s, head, length, total[head], again),
-            lambda s: _advance(policy, s, jnp.where(exists & ~here, arrival[head], _NEVER), here),
+            lambda s: advance(policy, s, _steps(policy, s, next_arrival), here),
         ],
         state,
     )
 
 
-def _nothing(**counts: jax.Array) -> Events:
-    return Events(*[jnp.int32(0)] * len(Events._fields))._replace(**counts)
+def _finished(state: _State) -> jax.Array:
+    return (state.request >= 0) & (state.length >= state.final)
 
 
-def _leave(policy: Policy, state: _State, row: jax.Array) -> tuple[_State, Events]:
+def _no_events() -> Events:
+    return Events(*[jnp.int32(0)] * len(Events._fields))
+
+
+def _leave(policy: Policy, state: _State) -> tuple[_State, Events]:
+    """Let one finished request go, or put back the youngest when pages ran out."""
+    finished = _finished(state)
+    done = jnp.any(finished)
+    youngest = jnp.argmax(state.request)  # the youngest has the largest number
+    row = jnp.where(done, jnp.argmax(finished), youngest).astype(jnp.int32)
+    at = jnp.where(done, policy.rows, state.num_put_back)  # policy.rows: dropped
     state = state._replace(
         store=policy.leave(state.store, row),
+        put_back=state.put_back.at[at].set(state.request[row], mode="drop"),
+        put_back_length=state.put_back_length.at[at].set(state.length[row], mode="drop"),
+        num_put_back=state.num_put_back + (~done).astype(jnp.int32),
         request=state.request.at[row].set(-1),
         length=state.length.at[row].set(0),
         final=state.final.at[row].set(0),
         owned=state.owned.at[row].set(0),
-        blocked=jnp.array(False),
+        blocked=~done,  # only a departure makes room for the one who was put back
+        stuck=jnp.array(False),
     )
-    return state, _nothing(left=jnp.int32(1))
+    left = done.astype(jnp.int32)
+    return state, _no_events()._replace(left=left, preempted=1 - left)
 
 
-def _admit(policy, state, head, length, final, again) -> tuple[_State, Events]:
+def _admit(
+    policy: Policy,
+    state: _State,
+    head: jax.Array,
+    length: jax.Array,
+    final: jax.Array,
+    again: jax.Array,
+) -> tuple[_State, Events]:
+    """Start the head of the queue, if it fits."""
     row = jnp.argmax(state.request < 0).astype(jnp.int32)
     store, owned, ok = policy.admit(state.store, row, length, final)
-
-    def put(array, value):
-        return array.at[row].set(jnp.where(ok, value, array[row]))
-
+    row = jnp.where(ok, row, policy.rows)  # policy.rows: dropped
     state = state._replace(
         store=store,
-        request=put(state.request, head),
-        length=put(state.length, length),
-        final=put(state.final, final),
-        owned=put(state.owned, owned),
+        request=state.request.at[row].set(head, mode="drop"),
+        length=state.length.at[row].set(length, mode="drop"),
+        final=state.final.at[row].set(final, mode="drop"),
+        owned=state.owned.at[row].set(owned, mode="drop"),
         upcoming=state.upcoming + (ok & ~again).astype(jnp.int32),
         num_put_back=state.num_put_back - (ok & again).astype(jnp.int32),
         blocked=~ok,
     )
-    return state, _nothing(admitted=ok.astype(jnp.int32))
+    return state, _no_events()._replace(admitted=ok.astype(jnp.int32))
 
 
-def _advance(policy, state, next_arrival, waits) -> tuple[_State, Events]:
+def _steps(policy: Policy, state: _State, next_arrival: jax.Array) -> jax.Array:
+    """Steps until something can change hands."""
     running = state.request >= 0
-    count = jnp.sum(running, dtype=jnp.int32)
     remaining = jnp.min(jnp.where(running, state.final - state.length, _NEVER))
+    arrives = jnp.where(next_arrival == _NEVER, _NEVER, next_arrival - state.now)
+    until = jnp.minimum(remaining, arrives)
+    until = jnp.where(until == _NEVER, 0, until)  # nobody runs and nobody comes
     # the sums over the steps must fit in 32 bits
-    most = max(1, 2**30 // policy.capacity)
-    steps = jnp.minimum(jnp.minimum(remaining, next_arrival - state.now), most)
-    # an idle machine with an empty queue has nothing to wait for
-    steps = jnp.where((count == 0) & (next_arrival == _NEVER), 0, steps)
-    if policy.page_size:
-        return _advance_paged(policy, state, running, steps, waits)
+    return jnp.minimum(until, max(1, 2**30 // policy.capacity))
+
+
+def _sums(state: _State, steps: jax.Array, waits: jax.Array) -> Events:
+    """The sums over the next steps that every policy has."""
+    count = jnp.sum(state.request >= 0, dtype=jnp.int32)
     tokens = jnp.sum(state.length, dtype=jnp.int32)
-    events = _nothing(
+    return _no_events()._replace(
         steps=steps,
         running=count,
         used=tokens * steps + count * (steps * (steps + 1) // 2),
@@ -372,51 +402,38 @@ def _advance(policy, state, next_arrival, waits) -> tuple[_State, Events]:
         owned=jnp.sum(state.owned, dtype=jnp.int32) * steps,
         waiting=waits.astype(jnp.int32),
     )
-    return state._replace(
-        length=state.length + jnp.where(running, steps, 0), now=state.now + steps
-    ), events
 
 
-def _advance_paged(policy, state, running, steps, waits) -> tuple[_State, Events]:
-    """Advance as far as the free pages reach, at most a page's length; else preempt one."""
+def _advance_owned(
+    policy: Policy, state: _State, steps: jax.Array, waits: jax.Array
+) -> tuple[_State, Events]:
+    del policy
+    length = state.length + jnp.where(state.request >= 0, steps, 0)
+    return state._replace(length=length, now=state.now + steps), _sums(state, steps, waits)
+
+
+def _advance_paged(
+    policy: Policy, state: _State, steps: jax.Array, waits: jax.Array
+) -> tuple[_State, Events]:
+    """As far as the free pages reach, and at most a page's length when anyone runs."""
     size = policy.page_size
+    running = state.request >= 0
     ahead = jnp.arange(1, size + 1, dtype=jnp.int32)[:, None]  # [P, 1]
     pages = (state.length[None, :] + ahead + size - 1) // size  # [P, B] after so many steps
     pages = jnp.sum(jnp.where(running[None, :], pages, 0), axis=1, dtype=jnp.int32)
     have = jnp.sum((state.length + size - 1) // size, dtype=jnp.int32)
-    enough = pages - have <= memory.free_pages(state.store)
-    reach = jnp.sum(enough, dtype=jnp.int32)  # the need only grows with the steps
+    # the need only grows with the steps, so the steps that can be paid for come first
+    reach = jnp.sum(pages - have <= memory.free_pages(state.store), dtype=jnp.int32)
     reach = jnp.where(jnp.any(running), jnp.minimum(reach, steps), steps)
-    stuck = jnp.any(running) & (reach == 0) & (steps > 0)
-    # an idle stretch (no request runs) may be longer than a page
-    grow = jnp.where(running, reach, 0)
-    store, ok = memory.reserve(state.store, state.length + grow, 1)
-    grow = jnp.where(ok, grow, 0)  # all ok: counted above
-    length = state.length + grow
-    count = jnp.sum(running, dtype=jnp.int32)
+    stuck = (steps > 0) & (reach == 0)
+
+    store, _ = memory.reserve(state.store, state.length + jnp.where(running, reach, 0), 1)
+    spare = jnp.where(running, memory.held_pages(store) * size - store.lengths, 0)
     inside = ahead[:, 0] <= reach
-    spare = memory.held_pages(store) * size - length  # from the tables, not from the formula
-    events = _nothing(
-        steps=reach,
-        running=count,
-        used=jnp.sum(state.length, dtype=jnp.int32) * reach + count * (reach * (reach + 1) // 2),
-        final=jnp.sum(state.final, dtype=jnp.int32) * reach,
+    events = _sums(state, reach, waits)._replace(
         owned=jnp.sum(jnp.where(inside, pages, 0), dtype=jnp.int32) * size,
-        waiting=waits.astype(jnp.int32),
-        preempted=stuck.astype(jnp.int32),
-        waste=jnp.max(spare),
+        waste=jnp.max(spare),  # from the tables, not from the formula
     )
-    state = state._replace(store=store, length=length, now=state.now + reach)
-    return jax.lax.cond(stuck, functools.partial(_put_back, policy), lambda s: s, state), events
-
-
-def _put_back(policy: Policy, state: _State) -> _State:
-    row = jnp.argmax(state.request).astype(jnp.int32)  # the youngest has the largest number
-    at = state.num_put_back
-    kept = state._replace(
-        put_back=state.put_back.at[at].set(state.request[row]),
-        put_back_length=state.put_back_length.at[at].set(state.length[row]),
-        num_put_back=at + 1,
-    )
-    gone, _ = _leave(policy, kept, row)
-    return gone._replace(blocked=jnp.array(True))  # only a departure makes room for it
+    # the memory's own lengths: a row that was refused would fall behind and never end
+    state = state._replace(store=store, length=store.lengths, now=state.now + reach, stuck=stuck)
+    return state, events
