@@ -202,7 +202,7 @@ def decode_cases() -> list[Case]:
         also("groups of 20", kv_heads=1, groups=20),
         *(also(f"head dim {d}", head_dim=d) for d in (64, 80, 96, 128, 256, 24)),
         *(
-            also(f"page size {p}", page_size=p, table_width=4, lengths=(1, p, 2 * p + 1, 4 * p))
+            also(f"page size {p}", page_size=p, lengths=(1, p, 2 * p + 1))
             for p in (12, 16, 32, 64, 256)
         ),
         also("bfloat16", dtype="bfloat16"),
@@ -271,7 +271,7 @@ def ragged_cases() -> list[Case]:
         also("groups of 3 over 3 KV heads", kv_heads=3, groups=3),
         *(also(f"head dim {d}", head_dim=d) for d in (64, 80, 96, 128, 256)),
         *(
-            also(f"page size {p}", page_size=p, table_width=4, lengths=(p + 1, 3), q_lens=(5, 3))
+            also(f"page size {p}", page_size=p, lengths=(p + 1, 3), q_lens=(5, 3))
             for p in (12, 16, 32, 64, 256)
         ),
         also("bfloat16", dtype="bfloat16"),
