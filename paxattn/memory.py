@@ -304,4 +304,7 @@ def _tail_is_exclusive(memory: PagedMemory) -> jax.Array:
     """``[B]`` bool: the row's last page is full, absent, or held by this row alone."""
     partial = memory.lengths % memory.page_size != 0
     tail = _tables.entry_at(memory.block_tables, memory.lengths // memory.page_size)
-    return ~partial | (memory.allocator.refcount[tail] == 1)
+    # A single read would become a slice, which XLA on CPUs repeats after the counts are written,
+    # for the price of a copy of all of them; two reads stay a gather.
+    count = memory.allocator.refcount[jnp.concatenate([tail, tail[:1]])][:-1]
+    return ~partial | (count == 1)

@@ -396,10 +396,11 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.parametrize("rows", [1, 32])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_pool_size_costs_nothing(name):
+def test_the_pool_size_costs_nothing(name, rows):
     def compiled(num_pages):
-        state = jax.eval_shape(lambda: memory.init(num_pages, 32, 16, 16))
+        state = jax.eval_shape(lambda: memory.init(num_pages, rows, 16, 16))
         return jax.jit(OPERATIONS[name], donate_argnums=0).lower(state).compile()
 
     small, large = compiled(1_000), compiled(1_000_000)
