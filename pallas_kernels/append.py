@@ -47,6 +47,8 @@ def append_kv(
     >>> float(k[2, 1].sum()), float(k.sum())
     (4.0, 4.0)
     """
+    k_pages, k, v, slots = (jnp.asarray(x) for x in (k_pages, k, v, slots))
+    v_pages = None if v_pages is None else jnp.asarray(v_pages)
     geo = check_append(k_pages, v_pages, k, v, slots, kv_layout, kv_dtype)
     if slots.shape[0] == 1:
         # XLA's CPU backend turns a scatter of one row into select + update-slice of the whole
