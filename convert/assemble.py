@@ -45,6 +45,7 @@ def assemble(
     Raises:
       BadCheckpoint: a tensor is missing, extra, misshapen, or not finite; named.
     """
+    check_layers(config, len(shapes), where)
     wanted = targets(config, file_format)
     check_names(config, wanted, shapes, where)
     params: Params = {}
@@ -67,6 +68,14 @@ def assemble(
                 shown.update()
             _put(params, target.path, out)
     return params
+
+
+def check_layers(config: LlamaConfig, tensors: int, where: str) -> None:
+    """Refuse an absurd number of layers before its names are made."""
+    if config.num_layers > tensors:
+        raise BadCheckpoint(
+            f"{where}: has {tensors} tensors, the config speaks of {config.num_layers} layers"
+        )
 
 
 def check_names(

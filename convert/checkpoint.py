@@ -27,7 +27,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from convert.assemble import DTYPES, Params
+from convert.assemble import DTYPES, Params, check_layers
 from convert.errors import BadCheckpoint
 from convert.hf_files import read_json
 from convert.names import targets
@@ -155,7 +155,6 @@ def read_params(folder: Path, config: LlamaConfig, dtype: str = "auto") -> Param
       BadCheckpoint: an array is missing, extra, misshapen or unreadable.
     """
     own = _manifest(folder)["dtype"]
-    wanted = {target.path: target.shape for target in targets(config, "hf")}
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             stored = checkpointer.metadata(folder / "params").item_metadata.tree
@@ -163,6 +162,8 @@ def read_params(folder: Path, config: LlamaConfig, dtype: str = "auto") -> Param
                 tuple(key.key for key in path): tuple(leaf.shape)
                 for path, leaf in jax.tree_util.tree_leaves_with_path(stored)
             }
+            check_layers(config, len(found), str(folder))
+            wanted = {target.path: target.shape for target in targets(config, "hf")}
             _check(folder, wanted, found)
             as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), stored)
             restored = checkpointer.restore(

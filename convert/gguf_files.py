@@ -35,7 +35,8 @@ class GgufFile(NamedTuple):
 
 
 class _Reader(gguf.GGUFReader):
-    """The library's reader on a plain array: slicing a `memmap` half a million times is slow."""
+    """The library's reader on a plain array, since slicing a `memmap` half a million times is
+    slow; and strict at the end of the file, since a damaged length would be walked to its end."""
 
     @property
     def data(self) -> Any:
@@ -44,6 +45,12 @@ class _Reader(gguf.GGUFReader):
     @data.setter
     def data(self, mapped: Any) -> None:
         self._bytes = np.asarray(mapped)
+
+    def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+        found = super()._get(offset, dtype, count, override_order)
+        if found.size < int(count):
+            raise ValueError("the file ends early")
+        return found
 
 
 def is_gguf(path: Path) -> bool:
@@ -93,6 +100,15 @@ def read_config(file: GgufFile) -> LlamaConfig:
             f"(known: {', '.join(ARCHITECTURES)})"
         )
 
+    try:
+        return _config(file, arch)
+    except BadCheckpoint:
+        raise
+    except (ValueError, TypeError, OverflowError) as error:  # a key of another type than its own
+        raise BadCheckpoint(f"{file.path}: the metadata cannot be used: {error}") from None
+
+
+def _config(file: GgufFile, arch: str) -> LlamaConfig:
     def get(key: str, default: Any = None) -> Any:
         value = file.fields.get(f"{arch}.{key}", default)
         return _shortest(value) if isinstance(value, float) else value
@@ -116,29 +132,26 @@ def read_config(file: GgufFile) -> LlamaConfig:
                 f"head dimension {head_dim}"
             )
     theta = get("rope.freq_base", 10000.0)
-    try:
-        return LlamaConfig(
-            vocab_size=get("vocab_size", len(file.fields.get("tokenizer.ggml.tokens") or [])),
-            hidden_size=hidden,
-            intermediate_size=need("feed_forward_length"),
-            num_layers=need("block_count"),
-            num_heads=heads,
-            num_kv_heads=get("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            rms_norm_eps=need("attention.layer_norm_rms_epsilon"),
-            rope_theta=theta,
-            rope_scaling=_rope_scaling(file, get, head_dim, theta),
-            max_position_embeddings=need("context_length"),
-            tie_word_embeddings="output.weight" not in file.tensors,
-            attention_bias="blk.0.attn_q.bias" in file.tensors,
-            attention_out_bias="blk.0.attn_output.bias" in file.tensors,
-            mlp_bias="blk.0.ffn_down.bias" in file.tensors,
-            sliding_window=get("attention.sliding_window") or None,
-            eos_token_ids=_eos_ids(file.fields),
-            bos_token_id=file.fields.get("tokenizer.ggml.bos_token_id"),
-        )
-    except ValueError as error:
-        raise BadCheckpoint(f"{file.path}: {error}") from None
+    return LlamaConfig(
+        vocab_size=get("vocab_size", len(file.fields.get("tokenizer.ggml.tokens") or [])),
+        hidden_size=hidden,
+        intermediate_size=need("feed_forward_length"),
+        num_layers=need("block_count"),
+        num_heads=heads,
+        num_kv_heads=get("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rms_norm_eps=need("attention.layer_norm_rms_epsilon"),
+        rope_theta=theta,
+        rope_scaling=_rope_scaling(file, get, head_dim, theta),
+        max_position_embeddings=need("context_length"),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        attention_out_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
+        sliding_window=get("attention.sliding_window") or None,
+        eos_token_ids=_eos_ids(file.fields),
+        bos_token_id=file.fields.get("tokenizer.ggml.bos_token_id"),
+    )
 
 
 def read_params(

@@ -42,6 +42,15 @@ def read_tokenizer(file: GgufFile) -> tuple[Any | None, str]:
     remedy = "use the model's Hugging Face folder, or pass token ids"
     if not fields.get("tokenizer.ggml.tokens"):
         return None, f"{file.path} has no tokenizer; {remedy}"
+    try:
+        return _read(file, kind, pre, remedy)
+    except Exception as error:  # tokens or merges that do not fit together
+        reason = " ".join(str(error).split())[:200]
+        return None, f"{file.path}: the tokenizer cannot be read ({reason}); {remedy}"
+
+
+def _read(file: GgufFile, kind: Any, pre: Any, remedy: str) -> tuple[Any | None, str]:
+    fields = file.fields
     known = (*_DIGIT_BY_DIGIT, *_GPT2, *_LLAMA3, *_QWEN2)
     if kind == "gpt2" and pre in known:
         inner = _byte_level(fields, pre)

@@ -166,6 +166,12 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        for token in (
+            *self.eos_token_ids,
+            *(() if self.bos_token_id is None else (self.bos_token_id,)),
+        ):
+            if not _is_int(token) or token < 0:
+                raise ValueError(f"eos and bos token ids must be integers from 0, got {token!r}")
         windows = self.sliding_window
         if isinstance(windows, tuple) and len(windows) != self.num_layers:
             raise ValueError(

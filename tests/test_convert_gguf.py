@@ -304,6 +304,37 @@ def test_a_damaged_header_never_escapes_as_another_error(write):
     assert all(str(path) in error for error in errors)
 
 
+def test_a_damaged_length_is_not_walked_to_its_end(write):
+    path = write(metadata=[("add_array", "some.numbers", [1, 2, 3])])
+    whole = bytearray(path.read_bytes())
+    at = whole.index(b"some.numbers") + len("some.numbers") + 8  # past the two types
+    whole[at : at + 8] = (2**60).to_bytes(8, "little")
+    path.write_bytes(whole)
+    with pytest.raises(convert.BadCheckpoint, match="not a readable GGUF file"):
+        convert.load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "value"),
+    [
+        ("head_count", "string", "many"),
+        ("rope.freq_base", "string", "x"),
+        ("epsilon", "array", [1]),
+    ],
+)
+def test_a_key_of_another_type(tmp_path, model, key, kind, value):
+    class Odd(gguf.GGUFWriter):
+        def add_key_value(self, name, given, *rest, **more):
+            if name.endswith(key):
+                types = {"string": gguf.GGUFValueType.STRING, "array": gguf.GGUFValueType.ARRAY}
+                return super().add_key_value(name, value, types[kind])
+            return super().add_key_value(name, given, *rest, **more)
+
+    path = write_gguf(tmp_path / "m.gguf", arrays(model), model.config, writer=Odd)
+    with pytest.raises(convert.BadCheckpoint, match="the metadata cannot be used"):
+        convert.load(path)
+
+
 def test_a_foreign_file(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"PK\x03\x04" + bytes(100))

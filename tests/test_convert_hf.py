@@ -221,6 +221,7 @@ def test_shards_that_do_not_match_their_index(tmp_path):
         ({"hidden_act": "gelu"}, r"config\.json: .*hidden_act='gelu'"),
         ({"hidden_size": None}, "lacks the field hidden_size"),
         ({"num_hidden_layers": 3}, r"missing tensors: model\.layers\.2"),
+        ({"num_hidden_layers": 10**9}, "has 21 tensors, the config speaks of 1000000000 layers"),
         ({"num_hidden_layers": 1}, r"no place for: model\.layers\.1"),
         ({"tie_word_embeddings": True}, r"lm_head\.weight differs"),
     ],

@@ -117,6 +117,13 @@ def test_unknown_ways_to_split_are_said_and_not_guessed(tmp_path):
         assert "token ids" in why
 
 
+def test_damaged_merges_are_said(tmp_path):
+    fields = {**byte_level(), "tokenizer.ggml.merges": ["a b"]}  # there is no token "ab"
+    tokenizer, why = read_tokenizer(GgufFile(tmp_path / "m.gguf", fields, {}))
+    assert tokenizer is None
+    assert "cannot be read" in why
+
+
 def test_through_a_file(tmp_path):
     fields = byte_level(merges=["a b"], chat_template="{{ messages[0]['content'] }}")
     model = hf_model(vocab_size=len(fields["tokenizer.ggml.tokens"]))

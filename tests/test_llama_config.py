@@ -162,6 +162,7 @@ def test_attention_scaling_of_yarn_is_that_of_transformers():
         (LLAMA, {"vocab_size": 0}, "vocab_size must be a positive"),
         (LLAMA, {"rms_norm_eps": 0.0}, "rms_norm_eps"),
         (LLAMA, {"eos_token_id": "2"}, "eos_token_id"),
+        (LLAMA, {"bos_token_id": "1"}, "token ids must be integers from 0, got '1'"),
         (MISTRAL, {"attention_bias": True}, "attention_bias=True"),
         (MISTRAL, {"mlp_bias": True}, "mlp_bias=True"),
         (MISTRAL, {"sliding_window": 0}, "sliding_window"),

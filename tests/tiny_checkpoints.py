@@ -114,13 +114,13 @@ def interleaved(values, heads):
     return out
 
 
-def write_gguf(path, state, config, kind="F32", arch="llama", metadata=(), edit=None):
+def write_gguf(path, state, config, kind="F32", arch="llama", metadata=(), edit=None, writer=None):
     """Write a GGUF file of a transformers model's arrays; matrices are of quantisation `kind`.
 
     `metadata` is more (method of GGUFWriter, key or value...) calls; `edit` changes the dict of
-    tensors before they are written.
+    tensors before they are written; `writer` is a class to use instead of GGUFWriter.
     """
-    writer = gguf.GGUFWriter(path, arch)
+    writer = (writer or gguf.GGUFWriter)(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
