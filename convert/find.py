@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -181,8 +180,3 @@ def _hub(hub_id: str, tried: list[str]) -> Path | None:
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         tried.append(f"hub: {reason}")
         return None
-
-
-def remove_cached() -> None:
-    """Empty this project's cache."""
-    shutil.rmtree(cache_folder(), ignore_errors=True)

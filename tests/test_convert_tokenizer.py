@@ -1,5 +1,8 @@
 """Tokenizers out of GGUF metadata: built by hand, and the default model's real one."""
 
+import subprocess
+import sys
+
 import gguf
 import pytest
 from tiny_checkpoints import arrays, hf_model, write_gguf
@@ -142,6 +145,33 @@ def test_through_a_file(tmp_path):
     assert pieces(loaded.tokenizer, "ab 12<|end|>") == ["ab", "Ġ", "1", "2", "<|end|>"]
     assert loaded.config.eos_token_ids == (1,)
     assert pieces(convert.load_tokenizer(path), "ab") == ["ab"]
+
+
+_WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+import convert
+for path in sys.argv[1:]:
+    loaded = convert.load(path)
+    print(len(loaded.tokenizer("ab 12").input_ids))
+"""
+
+
+def test_no_torch_is_needed(tmp_path):
+    fields = byte_level(merges=["a b"])
+    model = hf_model(vocab_size=len(fields["tokenizer.ggml.tokens"]))
+    model.save_pretrained(tmp_path / "hf")
+    made(fields, tmp_path).save_pretrained(tmp_path / "hf")
+    metadata = [
+        ("add_tokenizer_model", "gpt2"),
+        ("add_tokenizer_pre", "smollm"),
+        ("add_token_list", fields["tokenizer.ggml.tokens"]),
+        ("add_token_merges", fields["tokenizer.ggml.merges"]),
+    ]
+    path = write_gguf(tmp_path / "m.gguf", arrays(model), model.config, metadata=metadata)
+    command = [sys.executable, "-c", _WITHOUT_TORCH, str(tmp_path / "hf"), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split() == ["4", "4"], done.stderr
 
 
 # --- the default model ------------------------------------------------------------------------
