@@ -36,6 +36,7 @@ class Case:
     scales: str | None = None  # None, "tensor", "head" or "token"
     tables: str = "permuted"  # "permuted", "shared" or "aliased"
     query_size: float = 1.0  # size of the logits
+    value_size: float = 1.0
     soft_cap: float | None = None
     sliding_window: int | None = None
     sinks: bool = False
@@ -91,7 +92,8 @@ def build(case: Case, dirty: bool, seed: int = 0) -> Arrays:
 
     stored = np.dtype(jnp.dtype(case.kv_dtype or case.dtype))
     shape = (num_pages, size, case.kv_heads, case.head_dim)
-    k_pages, v_pages = (_stored_numbers(rng, shape, stored) for _ in range(2))
+    k_pages = _stored_numbers(rng, shape, stored)
+    v_pages = _stored_numbers(rng, shape, stored, case.value_size)
     dead: Any = 0
     if dirty:
         dead = 127 if stored == np.int8 else np.nan
@@ -158,11 +160,11 @@ def _tables(case: Case, needed: list[int], rng: np.random.Generator) -> tuple[np
 
 
 def _stored_numbers(
-    rng: np.random.Generator, shape: tuple[int, ...], stored: np.dtype
+    rng: np.random.Generator, shape: tuple[int, ...], stored: np.dtype, size: float = 1.0
 ) -> np.ndarray:
     if stored == np.int8:
         return rng.integers(-127, 128, shape).astype(np.int8)
-    return rng.standard_normal(shape).astype(stored)
+    return (rng.standard_normal(shape) * size).astype(stored)
 
 
 def _scales(
@@ -207,6 +209,7 @@ def decode_cases() -> list[Case]:
         ),
         also("bfloat16", dtype="bfloat16"),
         also("float16", dtype="float16"),
+        also("float16, sums past its range", dtype="float16", value_size=1e4, lengths=(128, 128)),
         also("float32 queries on bfloat16 pages", kv_dtype="bfloat16"),
         also("large logits", query_size=40.0),
         also("soft cap", soft_cap=3.0, query_size=4.0),
@@ -276,6 +279,7 @@ def ragged_cases() -> list[Case]:
         ),
         also("bfloat16", dtype="bfloat16"),
         also("float16", dtype="float16"),
+        also("float16, sums past its range", dtype="float16", value_size=1e4),
         also("large logits", query_size=40.0),
         also("soft cap", soft_cap=3.0, query_size=4.0),
         also("sliding window 1", sliding_window=1),
