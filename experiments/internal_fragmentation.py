@@ -148,10 +148,10 @@ def draw(args, owned, total, results, ten):
         right.plot(np.maximum(waste, 0.5), share, style, label=label)
     right.set(xscale="log", xlabel="slots that a request never used (0 drawn at 0.5)")
     right.set_ylabel("requests with at most so many (%)")
-    right.set_ylim(0, 112)
+    right.set_ylim(0, 142)
     right.set_yticks(range(0, 101, 20))
     right.set_title("Waste when a request ends")
-    right.legend(loc="lower right", fontsize=13)
+    right.legend(loc="upper left", fontsize=13)
     common.write_figure(args, figure)
 
 

@@ -138,7 +138,11 @@ def give(state: PageCache, pages: jax.Array, mask: jax.Array) -> tuple[PageCache
         lambda base: (base, jnp.ones(pages.shape, bool)),
         base,
     )
-    # close the gap that a lost place leaves
     recent = jnp.where(won, new, state.recent)
+    lost = jnp.any((new != 0) & ~won)  # only after a double free: close the gap that it leaves
+    return PageCache(base, jax.lax.cond(lost, _close_gaps, lambda same: same, recent)), ok
+
+
+def _close_gaps(recent: jax.Array) -> jax.Array:
     order = jnp.argsort(recent == 0, axis=1, stable=True)
-    return PageCache(base, jnp.take_along_axis(recent, order, axis=1)), ok
+    return jnp.take_along_axis(recent, order, axis=1)
