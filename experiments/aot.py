@@ -265,29 +265,101 @@ _WIDTHS = {".128": 16, ".64": 8, ".U16": 2, ".S16": 2, ".U8": 1, ".S8": 1}
 
 
 class Loop(NamedTuple):
-    """One innermost loop of a kernel, counted as one warp executes it."""
+    """One loop of a kernel, counted as one warp executes it once."""
 
     instructions: int
     opcodes: collections.Counter  # base opcode -> count
     loads: collections.Counter  # (asynchronous?, bytes a thread) -> count
 
 
-def loops(sass: str) -> list[Loop]:
-    """Every loop of a disassembly, by its backward branch."""
-    opcodes: list[tuple[str, str]] = []
+class _Block(NamedTuple):
+    """Instructions without a branch but at the end."""
+
+    opcodes: list[str]
+    successors: list[int]
+
+
+def _blocks(sass: str) -> list[_Block]:
+    """The control-flow graph of the one function in a disassembly."""
     labels: dict[str, int] = {}
+    parsed: list[tuple[list[str], str | None, bool]] = []  # opcodes, branch target, falls through
+    current: list[str] = []
+
+    def close(target: str | None, falls: bool) -> None:
+        nonlocal current
+        parsed.append((current, target, falls))
+        current = []
+
     for line in sass.splitlines():
         if label := _LABEL.match(line.strip()):
-            labels[label[1]] = len(opcodes)
+            if current:
+                close(None, True)
+            labels[label[1]] = len(parsed)
         elif instruction := _INSTRUCTION.match(line):
-            opcodes.append((instruction[1], line))
-    found = []
-    for index, (opcode, line) in enumerate(opcodes):
-        target = re.search(r"`\((\.L_\w+)\)", line) if opcode.startswith("BRA") else None
-        start = labels.get(target[1], index) if target else index
-        if start < index - 2:  # a branch to itself is the trap behind the kernel's end
-            found.append(_count([name for name, _ in opcodes[start : index + 1]]))
-    return found
+            name = instruction[1]
+            current.append(name)
+            base = name.split(".")[0]
+            if base in ("BRA", "EXIT", "RET"):
+                conditional = "@" in line.split(name)[0] or re.search(r"BRA\S*\s+!?U?P\d", line)
+                target = re.search(r"`\((\.L_\w+)\)", line)
+                close(target[1] if target else None, bool(conditional))
+    close(None, False)
+    return [
+        _Block(
+            opcodes,
+            ([labels[target]] if target in labels and labels[target] < len(parsed) else [])
+            + ([index + 1] if falls and index + 1 < len(parsed) else []),
+        )
+        for index, (opcodes, target, falls) in enumerate(parsed)
+    ]
+
+
+def loops(sass: str) -> list[Loop]:
+    """Every natural loop: what reaches a backward edge without leaving through the loop's head.
+
+    A branch to a lower address is not enough: compilers place code out of line and jump back.
+    """
+    blocks = _blocks(sass)
+    dominators = _dominators(blocks)
+    before: dict[int, set[int]] = {index: set() for index in range(len(blocks))}
+    for index, block in enumerate(blocks):
+        for successor in block.successors:
+            before[successor].add(index)
+    bodies: dict[int, set[int]] = {}
+    for index in dominators:
+        for head in blocks[index].successors:
+            if head in dominators[index]:
+                body, todo = {head}, [index]
+                while todo:
+                    block = todo.pop()
+                    if block not in body:
+                        body.add(block)
+                        todo.extend(p for p in before[block] if p in dominators)
+                bodies.setdefault(head, set()).update(body)
+    return [
+        _count([op for b in sorted(body) for op in blocks[b].opcodes]) for body in bodies.values()
+    ]
+
+
+def _dominators(blocks: list[_Block]) -> dict[int, set[int]]:
+    """Of each reachable block, the blocks that every path from the entry passes."""
+    reachable, todo = {0}, [0]
+    while todo:
+        for successor in blocks[todo.pop()].successors:
+            if successor not in reachable:
+                reachable.add(successor)
+                todo.append(successor)
+    dominators = {index: set(reachable) for index in reachable}
+    dominators[0] = {0}
+    changed = True
+    while changed:
+        changed = False
+        for index in sorted(reachable - {0}):
+            above = [dominators[p] for p in reachable if index in blocks[p].successors]
+            new = {index} | set.intersection(*above)
+            if new != dominators[index]:
+                dominators[index], changed = new, True
+    return dominators
 
 
 def _count(opcodes: list[str]) -> Loop:

@@ -535,7 +535,12 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(
-    rows: int, head_dim: int, kv_dtype: Any, q_dtype: Any, asked: tuple[int | None, ...]
+    rows: int,
+    head_dim: int,
+    kv_dtype: Any,
+    q_dtype: Any,
+    compute_capability: float | None,
+    asked: tuple[int | None, int | None, int | None],
 ) -> Tiles:
     """Tile sizes that compile without spills for every GPU (`experiments/kernel_gate.py`).
 
@@ -544,16 +549,19 @@ def choose_tiles(
     """
     width = sum(w for _, w, _ in chunks(head_dim))
     even = width & (width - 1) == 0
+    old = compute_capability is not None and compute_capability < 9  # products held in registers
     if q_dtype == jnp.float32:  # products without tensor cores hold their operands in registers
-        tiles = Tiles(32 if width <= 128 and rows <= 32 else 16, 8, 2)
+        tiles = Tiles(32 if width <= 128 and rows <= 16 else 16, 8, 2)
+    elif width > 128:
+        tiles = Tiles(64, 8, 2) if rows <= 16 else Tiles(32, 8, 3)
     elif jnp.dtype(kv_dtype).itemsize == 1:
-        tiles = Tiles(64 if width <= 128 else 32, 4 if rows <= 32 else 8, 3)
-    elif rows >= 64:
-        tiles = Tiles(64 if width <= 128 else 32, 8, 3)
-    elif width <= 128 and even:
-        tiles = Tiles(128, 8, 2)
+        tiles = Tiles(32 if old and rows > 64 else 64, 4 if rows <= 16 else 8, 3)
+    elif rows <= 16:
+        tiles = Tiles(128, 8, 2) if even else Tiles(64, 4, 2)
+    elif old and rows > 64 and width > 64:
+        tiles = Tiles(32, 8, 3)
     else:
-        tiles = Tiles(64, 8 if even else 4, 2)
+        tiles = Tiles(64, 8, 2 if rows == 64 else 3)
     block_k, num_warps, num_stages = asked
     if block_k is not None:
         block_k = min(256, max(16, 1 << (int(block_k).bit_length() - 1)))

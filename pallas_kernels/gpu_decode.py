@@ -213,11 +213,12 @@ def decode(
     batch, num_heads, head_dim = q.shape
     page_size = common.pool_geometry(options.kv_layout, k_pages).page_size
     groups = num_heads // common.pool_geometry(options.kv_layout, k_pages).num_kv_heads
-    rows = min(MAX_ROWS, max(16, pl.next_power_of_2(groups)))
+    most = 32 if q.dtype == jnp.float32 else MAX_ROWS
+    rows = min(most, max(16, pl.next_power_of_2(groups)))
     if block_k is None and pages_per_compute_block is not None:
         block_k = pages_per_compute_block * page_size
     block_k, num_warps, num_stages = common.choose_tiles(
-        rows, head_dim, k_pages.dtype, q.dtype, (block_k, num_warps, num_stages)
+        rows, head_dim, k_pages.dtype, q.dtype, capability, (block_k, num_warps, num_stages)
     )
     spec = common.make_spec(options, k_pages, q.dtype, block_k, lanes=True, interpret=interpret)
 

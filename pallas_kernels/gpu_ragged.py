@@ -175,15 +175,15 @@ def ragged(
     geometry = common.pool_geometry(options.kv_layout, k_pages)
     groups = num_heads // geometry.num_kv_heads
 
-    heads_per_block = min(groups, 64)
     wanted = num_queries_per_block or pl.cdiv(num_rows, batch)
-    most = 128 if q.dtype != jnp.float32 and head_dim <= 128 else 64
+    most = 32 if q.dtype == jnp.float32 else 128 if head_dim <= 128 else 64
+    heads_per_block = min(groups, most)
     rows = min(most, max(16, pl.next_power_of_2(min(wanted, most) * heads_per_block)))
     block_q = rows // heads_per_block
     if block_k is None and num_kv_pages_per_block is not None:
         block_k = num_kv_pages_per_block * geometry.page_size
     block_k, num_warps, num_stages = common.choose_tiles(
-        rows, head_dim, k_pages.dtype, q.dtype, (block_k, num_warps, num_stages)
+        rows, head_dim, k_pages.dtype, q.dtype, capability, (block_k, num_warps, num_stages)
     )
     spec = common.make_spec(
         options, k_pages, q.dtype, block_k, lanes=rows <= 32, interpret=interpret
