@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from memory_oracle import Blocks, Intervals
 
 from paxattn import arena, buddy, contiguous
 
@@ -50,51 +51,6 @@ def test_a_pool_too_small_for_the_rows_is_refused_with_what_fits():
 
 
 # --- arenas, against a list of intervals ------------------------------------------------------
-
-
-class Intervals:
-    """An arena as a plain list of (start, size, row), and every address looked at in turn."""
-
-    def __init__(self, capacity):
-        self.capacity, self.regions = capacity, {}
-
-    def holes(self):
-        taken = np.zeros(self.capacity, bool)
-        for start, size in self.regions.values():
-            assert not taken[start : start + size].any()
-            taken[start : start + size] = True
-        edges = np.flatnonzero(np.diff(np.concatenate([[1], taken, [1]]).astype(int)))
-        return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-
-    def find(self, size, fit):
-        fitting = [hole for hole in self.holes() if hole[1] >= size]
-        if not fitting:
-            return None
-        return min(fitting, key=lambda h: h if fit == "first" else (h[1], h[0]))[0]
-
-    def place(self, row, size, fit):
-        at = self.find(size, fit)
-        if row in self.regions or at is None or size < 1:
-            return False
-        self.regions[row] = (at, size)
-        return True
-
-    def grow(self, row, size):
-        if row not in self.regions or size < self.regions[row][1]:
-            return False
-        start, old = self.regions[row]
-        behind = dict(self.holes()).get(start + old, 0)
-        if size - old > behind:
-            return False
-        self.regions[row] = (start, size)
-        return True
-
-    def move(self, row, size, fit):
-        at = self.find(size, fit)
-        if row not in self.regions or at is None or size < self.regions[row][1]:
-            return False
-        self.regions[row] = (at, size)
-        return True
 
 
 @pytest.mark.parametrize("fit", ["first", "best"])
@@ -158,39 +114,6 @@ def test_arena_arguments():
 
 
 # --- buddy, against sets of free blocks -------------------------------------------------------
-
-
-class Blocks:
-    """A buddy allocator as a set of free (order, start)."""
-
-    def __init__(self, capacity):
-        self.free, self.rows, at = set(), {}, 0
-        for order in reversed(range(capacity.bit_length())):
-            if capacity - at >= 2**order:
-                self.free.add((order, at))
-                at += 2**order
-
-    def place(self, row, size):
-        order = max(size - 1, 0).bit_length()
-        fitting = [block for block in self.free if block[0] >= order]
-        if row in self.rows or size < 1 or not fitting:
-            return False
-        found, at = min(fitting)
-        self.free.remove((found, at))
-        while found > order:
-            found -= 1
-            self.free.add((found, at + 2**found))
-        self.rows[row] = (at, order, size)
-        return True
-
-    def free_row(self, row):
-        if row not in self.rows:
-            return
-        at, order, _ = self.rows.pop(row)
-        while (order, at ^ 2**order) in self.free:
-            self.free.remove((order, at ^ 2**order))
-            at, order = min(at, at ^ 2**order), order + 1
-        self.free.add((order, at))
 
 
 @pytest.mark.parametrize("capacity", [64, 100, 1, 127])
