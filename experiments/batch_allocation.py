@@ -186,13 +186,14 @@ def draw(args, by_batch, by_pool):
     for (key, label), marker in zip(labels.items(), "s^vo", strict=True):
         points = [(row["batch"], row[key]) for row in by_batch if row[key] is not None]
         if points:
-            left.plot(*zip(*points, strict=True), marker=marker, label=label)
+            color = "black" if key == "one_batch_us" else None
+            left.plot(*zip(*points, strict=True), marker=marker, label=label, color=color)
     left.set(xscale="log", yscale="log", xlabel="requests in the batch")
     left.set_ylabel("time for the batch (µs)")
     left.set_title("Cost against the batch (1M pages)")
     left.legend()
     pools = [row["pool_pages"] for row in by_pool]
-    right.plot(pools, [row["one_batch_us"] for row in by_pool], "o-", color=common.PALETTE[3])
+    right.plot(pools, [row["one_batch_us"] for row in by_pool], "o-", color="black")
     right.set(xscale="log", xlabel="pages in the pool")
     right.set_title("Cost against the pool (256 requests)")
     common.write_figure(args, figure)

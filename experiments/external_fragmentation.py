@@ -30,8 +30,6 @@ from matplotlib.colors import ListedColormap
 
 from paxattn import arena, memory
 
-FREE, WAITING = 0, -1
-
 
 def options(parser):
     traces.option(parser)
@@ -294,18 +292,23 @@ def animate(args, steps, frames, free_share, waited, page_steps, page_frames, mo
 
     count = 24 if args.quick else 60
     shown = np.unique(np.linspace(max(0, moment - 4 * count), moment, count).astype(int))
-    figure, axes = plt.subplots(1, 2, figsize=(9, 5.2), dpi=80)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.6), dpi=80)
+    figure.get_layout_engine().set(rect=(0, 0.05, 1, 0.95))
+    figure.text(
+        0.99, 0.015, f"drawn by: {common.command()}", ha="right", fontsize=8, color="#555555"
+    )
     images = []
     names = (f"arena, {args.fit} fit", f"pages of {args.page_size}")
     for axis, title in zip(axes, names, strict=True):
-        images.append(axis.imshow(np.zeros((16, 32)), cmap=COLORS, vmin=-0.5, vmax=6.5))
+        blank = np.zeros((16, 32))
+        images.append(axis.imshow(blank, cmap=COLORS, vmin=-0.5, vmax=6.5, aspect="auto"))
         axis.set_xticks([])
         axis.set_yticks([])
         axis.grid(False)
         axis.set_title(title)
         for spine in axis.spines.values():
             spine.set_visible(True)
-    note = figure.suptitle("", fontsize=14)
+    note = figure.suptitle(" ", fontsize=15)
 
     def frame(i):
         event = shown[min(i, len(shown) - 1)]

@@ -34,6 +34,8 @@ class Policy(NamedTuple):
     # (store, row, length, final) -> (store, owned slots, ok)
     admit: Callable[..., tuple[Any, jax.Array, jax.Array]]
     leave: Callable[[Any, jax.Array], Any]  # (store, row)
+    # (store, length) -> bool: False where admit would surely refuse, to save the attempt
+    may_fit: Callable[[Any, jax.Array], jax.Array]
     capacity: int  # token slots
     rows: int  # most requests at once
     page_size: int  # 0: a region for each request, which never grows
@@ -50,14 +52,16 @@ def paged(num_pages: int, rows: int, longest: int, page_size: int, watermark: in
       watermark: pages that admission leaves free, so that the running requests can grow.
     """
 
-    def admit(store, row, length, final):
-        del final
+    def may_fit(store, length):
         left = memory.free_pages(store) - (length + page_size - 1) // page_size
         alone = jnp.all(store.lengths == 0)
-        fits = (left >= watermark) | (alone & (left >= 0))
+        return (left >= watermark) | (alone & (left >= 0))
+
+    def admit(store, row, length, final):
+        del final
         part = memory.select(store, row[None])
-        part, ok = memory.reserve(part, jnp.where(fits, length, 0)[None])
-        return memory.update(store, row[None], part), jnp.int32(0), ok[0] & fits
+        part, ok = memory.reserve(part, length[None])
+        return memory.update(store, row[None], part), jnp.int32(0), ok[0]
 
     def leave(store, row):
         part = memory.release(memory.select(store, row[None]), jnp.ones(1, bool))
@@ -67,7 +71,7 @@ def paged(num_pages: int, rows: int, longest: int, page_size: int, watermark: in
     return Policy(
         "paged",
         lambda: memory.init(num_pages, rows, pages_per_seq, page_size),
-        *(admit, leave),
+        *(admit, leave, may_fit),
         *((num_pages - 1) * page_size, rows, page_size),
     )
 
@@ -108,7 +112,7 @@ def reserved(
     return Policy(
         name,
         lambda: start(capacity // unit, rows),
-        *(admit, leave),
+        *(admit, leave, lambda store, length: jnp.array(True)),
         *(capacity // unit * unit, rows, 0),
     )
 
@@ -159,7 +163,6 @@ class _State(NamedTuple):
     num_put_back: jax.Array  # [] int32
     now: jax.Array  # [] int32, steps
     blocked: jax.Array  # [] bool: the head of the queue did not fit, and nothing has left since
-    stuck: jax.Array  # [] bool: pages ran out, so the youngest must go
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,16 +284,21 @@ def _start(policy: Policy) -> _State:
     def zeros() -> jax.Array:
         return jnp.zeros(policy.rows, jnp.int32)
 
-    zero, false = jnp.int32(0), jnp.array(False)
+    zero = jnp.int32(0)
     return _State(
         policy.init(),
         *(zeros() - 1, zeros(), zeros(), zeros()),
-        *(zero, zeros(), zeros(), zero, zero, false, false),
+        *(zero, zeros(), zeros(), zero, zero, jnp.array(False)),
     )
 
 
 def _chunk(policy: Policy, state: _State, trace: tuple[jax.Array, ...]):
-    return jax.lax.scan(lambda s, _: _event(policy, s, trace), state, None, length=CHUNK)
+    def one(state, _):
+        state, events = _event(policy, state, trace)
+        return state, jnp.stack(events)  # one write instead of ten
+
+    state, lines = jax.lax.scan(one, state, None, length=CHUNK)
+    return state, Events(*lines.T)
 
 
 _compiled = jax.jit(_chunk, static_argnums=0, donate_argnums=1)
@@ -308,9 +316,11 @@ def _event(policy: Policy, state: _State, trace: tuple[jax.Array, ...]):
     here = exists & (arrival[head] <= state.now)
     next_arrival = jnp.where(exists & ~here, arrival[head], _NEVER)
 
-    leaves = state.stuck | jnp.any(_finished(state))
+    leaves = jnp.any(_finished(state))
     starts = here & ~state.blocked & jnp.any(state.request < 0)
-    kind = jnp.where(leaves, 0, jnp.where(starts, 1, 2))
+    starts &= policy.may_fit(state.store, length)
+    stuck = _stuck(policy, state) if policy.page_size else jnp.array(False)
+    kind = jnp.where(leaves, 0, jnp.where(starts, 1, jnp.where(stuck, 0, 2)))
     advance = _advance_paged if policy.page_size else _advance_owned
     return jax.lax.switch(
         kind,
@@ -325,6 +335,12 @@ def _event(policy: Policy, state: _State, trace: tuple[jax.Array, ...]):
 
 def _finished(state: _State) -> jax.Array:
     return (state.request >= 0) & (state.length >= state.final)
+
+
+def _stuck(policy: Policy, state: _State) -> jax.Array:
+    """``[]`` bool: the free pages are fewer than the next step takes."""
+    starting = (state.request >= 0) & (state.length % policy.page_size == 0)
+    return jnp.sum(starting, dtype=jnp.int32) > memory.free_pages(state.store)
 
 
 def _no_events() -> Events:
@@ -348,7 +364,6 @@ def _leave(policy: Policy, state: _State) -> tuple[_State, Events]:
         final=state.final.at[row].set(0),
         owned=state.owned.at[row].set(0),
         blocked=~done,  # only a departure makes room for the one who was put back
-        stuck=jnp.array(False),
     )
     left = done.astype(jnp.int32)
     return state, _no_events()._replace(left=left, preempted=1 - left)
@@ -425,7 +440,6 @@ def _advance_paged(
     # the need only grows with the steps, so the steps that can be paid for come first
     reach = jnp.sum(pages - have <= memory.free_pages(state.store), dtype=jnp.int32)
     reach = jnp.where(jnp.any(running), jnp.minimum(reach, steps), steps)
-    stuck = (steps > 0) & (reach == 0)
 
     store, _ = memory.reserve(state.store, state.length + jnp.where(running, reach, 0), 1)
     spare = jnp.where(running, memory.held_pages(store) * size - store.lengths, 0)
@@ -435,5 +449,5 @@ def _advance_paged(
         waste=jnp.max(spare),  # from the tables, not from the formula
     )
     # the memory's own lengths: a row that was refused would fall behind and never end
-    state = state._replace(store=store, length=store.lengths, now=state.now + reach, stuck=stuck)
+    state = state._replace(store=store, length=store.lengths, now=state.now + reach)
     return state, events
