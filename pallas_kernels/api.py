@@ -7,14 +7,16 @@ switches by changing its import line. Everything they lack is a keyword.
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import faults, reference, validate, vjp
-from pallas_kernels.options import KVLayout
+from pallas_kernels import faults, reference, validate, vjp, xla
+from pallas_kernels.options import AttentionOptions, KVLayout
 from pallas_kernels.validate import require
 
 Result = jax.Array | tuple[jax.Array, jax.Array]
@@ -156,18 +158,20 @@ def paged_attention(
         faults.check_table_values("block_tables", block_tables, "lengths", lengths, geo)
     chosen = chosen_implementation("interpret" if interpret else implementation)
     arrays = (q, k_pages, v_pages, block_tables, lengths)
-    if chosen in ("pallas", "interpret"):
-        tiles = _given(
+    if chosen == "reference":
+        out, lse = _reference_decode(*arrays, options)
+    else:
+        run = _backend(
+            "decode",
+            chosen,
+            options,
             block_h=block_h,
             pages_per_compute_block=pages_per_compute_block,
             k_splits=k_splits,
             num_warps=num_warps,
             num_stages=num_stages,
         )
-        out, lse = _kernel("decode")(*arrays, options, interpret=chosen == "interpret", **tiles)
-    else:
-        run = _xla_decode if chosen == "xla" else _reference_decode
-        out, lse = run(*arrays, options)
+        out, lse = _decode(run, *arrays, options)
     return (out, lse) if return_lse else out
 
 
@@ -201,8 +205,8 @@ def ragged_paged_attention(
 
     Sequence b (of `num_seqs`) owns rows cu_q_lens[b] .. cu_q_lens[b + 1] of q. They are the last of
     its kv_lens[b] tokens, whose keys and values are all in the pages already. Differentiable by
-    `jax.grad` into q, the pages, sm_scale, sinks and alibi_slopes ("xla" and "reference"); a page
-    that several sequences share receives the sum of their gradients.
+    `jax.grad` into q, the pages, sm_scale, sinks and alibi_slopes, on every backend; a page that
+    several sequences share receives the sum of their gradients.
 
     Args:
       q: [T, H, D] float32, bfloat16 or float16; rows past the last sequence are padding.
@@ -258,17 +262,19 @@ def ragged_paged_attention(
         )
     chosen = chosen_implementation(implementation)
     arrays = (q, k_pages, v_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
-    if chosen in ("pallas", "interpret"):
-        tiles = _given(
+    if chosen == "reference":
+        out, lse = _reference_ragged(*arrays, options)
+    else:
+        run = _backend(
+            "ragged",
+            chosen,
+            options,
             num_kv_pages_per_block=num_kv_pages_per_block,
             num_queries_per_block=num_queries_per_block,
             num_warps=num_warps,
             num_stages=num_stages,
         )
-        out, lse = _kernel("ragged")(*arrays, options, interpret=chosen == "interpret", **tiles)
-    else:
-        run = _xla_ragged if chosen == "xla" else _reference_ragged
-        out, lse = run(*arrays, options)
+        out, lse = _ragged(run, *arrays, options)
     return (out, lse) if return_lse else out
 
 
@@ -287,26 +293,45 @@ def _split_pages(pages: Any, kv_layout: str) -> tuple[jax.Array, jax.Array | Non
     return jnp.asarray(pages), None
 
 
-def _given(**tiles: int | None) -> dict[str, int]:
-    return {name: value for name, value in tiles.items() if value is not None}
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """A launch of a Pallas kernel: hashable, so that it can be static under `jax.jit`."""
+
+    name: str  # "decode" or "ragged"
+    interpret: bool
+    tiles: tuple[tuple[str, int], ...]
+    sm_scale: float | None  # a number that the kernel can fold in; None: read it from the options
+
+    def __call__(self, *arguments: Any) -> tuple[jax.Array, jax.Array]:
+        *arrays, options = arguments
+        if self.sm_scale is not None:
+            options = dataclasses.replace(options, sm_scale=self.sm_scale)
+        launch = _launcher(self.name)
+        return launch(*arrays, options, interpret=self.interpret, **dict(self.tiles))
 
 
-def _kernel(name: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _backend(name: str, chosen: str, options: AttentionOptions, **tiles: int | None) -> Any:
+    """The function of a chosen implementation that computes "decode" or "ragged"."""
+    if chosen == "xla":
+        return getattr(xla, name)
+    given = tuple((tile, value) for tile, value in tiles.items() if value is not None)
+    static = options.sm_scale if isinstance(options.sm_scale, float) else None
+    return _Kernel(name, chosen == "interpret", given, static)
+
+
+def _launcher(name: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The Pallas launcher, imported when it is first needed."""
     try:
-        if name == "decode":
-            from pallas_kernels.gpu_decode import decode as launch
-        else:
-            from pallas_kernels.gpu_ragged import ragged as launch
+        module = importlib.import_module(f"pallas_kernels.gpu_{name}")
     except ImportError as error:
         raise NotImplementedError(
             f'The Pallas {name} kernel is not available here ({error}): use implementation="xla".'
         ) from error
-    return launch
+    return getattr(module, name)
 
 
 # Jitted so that an eager call compiles once; inside a caller's jit they are inlined.
-_xla_decode = jax.jit(vjp.decode)
+_decode = jax.jit(vjp.decode, static_argnums=0)
+_ragged = jax.jit(vjp.ragged, static_argnums=0)
 _reference_decode = jax.jit(reference.decode)
-_xla_ragged = jax.jit(vjp.ragged)
 _reference_ragged = jax.jit(reference.ragged)

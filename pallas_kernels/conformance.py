@@ -221,7 +221,8 @@ def shrink(target: Callable[..., Any], dialect: str, case: Case, dirty: bool) ->
         if fails(alone):
             case = alone
             break
-    for fields in ({"groups": 1}, {"kv_heads": 1}):
+    for name in ("groups", "kv_heads"):
+        fields: dict[str, Any] = {name: 1}
         smaller = dataclasses.replace(case, **fields)
         if smaller != case and fails(smaller):
             case = smaller

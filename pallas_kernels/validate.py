@@ -219,7 +219,7 @@ def _window(value: Any) -> int | None:
         return None
     _static("sliding_window", value)
     require(
-        isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1,
+        isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1,
         "sliding_window is how many tokens a query sees, itself included: an integer >= 1, or "
         f"None for all; got {value!r}.",
     )

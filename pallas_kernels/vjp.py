@@ -13,12 +13,14 @@ Reference: Dao, "FlashAttention-2", 2023, algorithm 2.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import layouts, xla
+from pallas_kernels import layouts
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.reference import safe_ids, visible
 from pallas_kernels.xla_decode import chunk_range, pad_tables
@@ -27,8 +29,9 @@ from pallas_kernels.xla_ragged import BLOCK_ROWS, CHUNK_TOKENS, Block, plan_bloc
 Result = tuple[jax.Array, jax.Array]
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ragged(
+    run: Callable[..., Result],
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array | None,
@@ -38,12 +41,13 @@ def ragged(
     num_seqs: jax.Array,
     options: AttentionOptions,
 ) -> Result:
-    """`xla_ragged.ragged` with a gradient."""
-    return xla.ragged(q, k_pages, v_pages, kv_lens, page_indices, cu_q_lens, num_seqs, options)
+    """Ragged attention by the backend `run`, with a gradient."""
+    return run(q, k_pages, v_pages, kv_lens, page_indices, cu_q_lens, num_seqs, options)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def decode(
+    run: Callable[..., Result],
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array | None,
@@ -51,8 +55,8 @@ def decode(
     lengths: jax.Array,
     options: AttentionOptions,
 ) -> Result:
-    """`xla.decode` with a gradient: that of ragged attention with one query a sequence."""
-    return xla.decode(q, k_pages, v_pages, block_tables, lengths, options)
+    """Decode by the backend `run`; the gradient is ragged attention's, one query a sequence."""
+    return run(q, k_pages, v_pages, block_tables, lengths, options)
 
 
 class Sums(NamedTuple):
@@ -74,17 +78,23 @@ class Rows(NamedTuple):
     slope: jax.Array  # [.., H]: delta - dlse
 
 
-def _ragged_forward(*arguments: Any) -> tuple[Result, Any]:
-    out, lse = ragged(*arguments)
+def _ragged_forward(run: Callable[..., Result], *arguments: Any) -> tuple[Result, Any]:
+    out, lse = run(*arguments)
     return (out, lse), (*arguments, out, lse)
 
 
-def _decode_forward(q, k_pages, v_pages, tables, lengths, options):  # type: ignore[no-untyped-def]
-    out, lse = decode(q, k_pages, v_pages, tables, lengths, options)
-    return (out, lse), (q, k_pages, v_pages, tables, lengths, options, out, lse)
+def _ragged_backward(run: Any, saved: Any, cotangents: Result) -> tuple[Any, ...]:
+    del run  # the gradient needs its results only
+    return _backward(saved, cotangents)
 
 
-def _decode_backward(saved: Any, cotangents: Result) -> tuple[Any, ...]:
+def _decode_forward(run: Callable[..., Result], *arguments: Any) -> tuple[Result, Any]:
+    out, lse = run(*arguments)
+    return (out, lse), (*arguments, out, lse)
+
+
+def _decode_backward(run: Any, saved: Any, cotangents: Result) -> tuple[Any, ...]:
+    del run
     q, k_pages, v_pages, tables, lengths, options, out, lse = saved
     batch = q.shape[0]
     cu, count = jnp.arange(batch + 1, dtype=jnp.int32), jnp.int32(batch)
@@ -172,7 +182,8 @@ def _block_backward(
         k, v = layouts.gather_heads(k_pages, v_pages, ids, options.kv_layout, options.kv_dtype)
         k, v = (jnp.where(usable[None, :, None], x.astype(jnp.float32), 0.0) for x in (k, v))
         dots = jnp.einsum("kgrd,kcd->kgrc", q, k)
-        s, bent = dots * options.sm_scale, 1.0
+        s = dots * options.sm_scale
+        bent = jnp.ones_like(s)  # the soft cap's derivative
         if options.soft_cap is not None:
             tanh = jnp.tanh(s / options.soft_cap)
             s, bent = options.soft_cap * tanh, 1.0 - tanh * tanh
@@ -225,5 +236,5 @@ def _permute(x: jax.Array, kv_layout: str) -> jax.Array:
     return x.transpose(*("NPKD".index(axis) for axis in kv_layout))
 
 
-ragged.defvjp(_ragged_forward, _backward)
+ragged.defvjp(_ragged_forward, _ragged_backward)
 decode.defvjp(_decode_forward, _decode_backward)

@@ -61,7 +61,7 @@ def relative(got, expected):
     return np.linalg.norm(got - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", ["xla", "reference", "interpret"])
 def test_equals_dense_attentions_gradient(implementation):
     q, k, v, g = arrays()
     expected = gradient(lambda *x: jnp.sum(dense(*x) * g), (q, k, v))
