@@ -44,7 +44,7 @@ def append_kv(
     >>> import jax.numpy as jnp
     >>> pages = jnp.zeros((3, 2, 1, 4))  # [N, P, K, D]
     >>> k, _ = append_kv(pages, pages, jnp.ones((1, 1, 4)), jnp.ones((1, 1, 4)), jnp.array([5]))
-    >>> float(k[2, 1].sum()), float(k.sum())
+    >>> float(k[2, 1].sum()), float(k[1:].sum())
     (4.0, 4.0)
     """
     k_pages, k, v, slots = (jnp.asarray(x) for x in (k_pages, k, v, slots))
