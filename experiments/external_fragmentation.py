@@ -34,7 +34,11 @@ from paxattn import arena, memory
 def options(parser):
     traces.option(parser)
     parser.add_argument("--fit", choices=("first", "best"), default="first")
-    parser.add_argument("--capacity", type=int, default=8192, help="token slots (default: 8192)")
+    parser.add_argument(
+        "--capacity",
+        type=int,
+        help="token slots (default: 8192, or 4 times the longest request of a --trace)",
+    )
     parser.add_argument("--page-size", type=int, default=16, help="tokens in a page (default: 16)")
     parser.add_argument("--requests", type=int, help="how many (default: 2000; --quick 300)")
 
@@ -128,6 +132,8 @@ def run(args):
     trace = traces.head(trace, count)
     total = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
     output = np.maximum(trace.output_tokens.astype(np.int64), 1)
+    if args.capacity is None:
+        args.capacity = max(8192, 4 * 2 ** int(total.max() - 1).bit_length())
     if total.max() > args.capacity:
         row = int(total.argmax())
         common.fail(

@@ -303,8 +303,7 @@ def test_bad_traces_end_with_one_clear_line(module, name, tmp_path, capsys, monk
     path = tmp_path / "bad.csv"
     path.write_text(text)
     words = ["--quick", "--out", str(tmp_path), "--trace", str(path)]
-    if module is internal_fragmentation:
-        words += ["--max-len", "2048"]
+    words += ["--max-len" if module is internal_fragmentation else "--capacity", "2048"]
     monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py"])
     with pytest.raises(SystemExit) as end:
         common.main(module.__doc__, module.run, module.options, words)
