@@ -3,9 +3,11 @@
 One new query token a sequence reads the whole of its cache, so the kernel is bound by memory
 bandwidth, and what matters is that every SM streams pages all the time. Two launches:
 
-1. `_split_kernel`: the tiles of all sequences are cut into work items of about equal length, as
-   many as the GPU can hold (`plan`). A long sequence becomes many items, a short one a single one.
-   Every item leaves a normalised float32 partial result and its log-sum-exp.
+1. `_split_kernel`: the tiles of each sequence are cut into work items (`plan`): as many as the
+   sequence's share of the GPU, more where it is so long that others would wait for it, one where it
+   is short. Every item leaves a normalised float32 partial result and its log-sum-exp. How a
+   sequence is cut depends on its own length and on shapes alone, so its result, to the last bit,
+   does not depend on what it was batched with.
 2. `_merge_kernel`: weighs the partial results of each sequence by their log-sum-exps, adds the
    sink, and writes the output dtype.
 
@@ -30,6 +32,7 @@ from pallas_kernels.options import AttentionOptions
 
 MAX_ROWS = 64  # query heads of one KV head that one program handles
 PROGRAMS_PER_SM = 4  # two are resident at a time, so a tail is at most half a work item
+MAX_TILES = 32  # tiles in one work item, so that one long sequence does not keep all waiting
 
 
 class Plan(NamedTuple):
@@ -37,23 +40,25 @@ class Plan(NamedTuple):
 
     first_tile: jax.Array  # [B] int32, the first tile inside the sliding window
     tiles: jax.Array  # [B] int32, tiles to read
+    size: jax.Array  # [B] int32, tiles in a work item (its last may have fewer)
     parts: jax.Array  # [B] int32, work items
     ends: jax.Array  # [B] int32, running sum of `parts`: row b owns items ends[b]-parts[b]..ends[b]
 
 
-def plan(lengths: jax.Array, block_k: int, window: int | None, target: int) -> Plan:
-    """Cuts sequences of `lengths` [B] int32 tokens into at most `target` + B work items."""
+def plan(lengths: jax.Array, block_k: int, window: int | None, share: int) -> Plan:
+    """Cuts each of the sequences of `lengths` [B] int32 tokens into about `share` work items."""
     start = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0)
     first = start // block_k
     tiles = (lengths + block_k - 1) // block_k - first
-    chunk = jnp.maximum((tiles.sum() + target - 1) // target, 1)
-    parts = (tiles + chunk - 1) // chunk
-    return Plan(first, tiles, parts, jnp.cumsum(parts))
+    size = jnp.clip((tiles + share - 1) // share, 1, MAX_TILES)
+    parts = (tiles + size - 1) // size
+    return Plan(first, tiles, size, parts, jnp.cumsum(parts))
 
 
-def max_items(batch: int, block_k: int, max_tokens: int, target: int) -> int:
-    """The static bound on work items: partial results to make room for."""
-    return min(target + batch, batch * math.ceil(max_tokens / block_k))
+def max_parts(max_tokens: int, block_k: int, share: int) -> int:
+    """The static bound on a sequence's work items: partial results to make room for."""
+    tiles = math.ceil(max_tokens / block_k)
+    return min(tiles, max(share, math.ceil(tiles / MAX_TILES)))
 
 
 def _take(vector: jax.Array, index: Any) -> jax.Array:
@@ -62,11 +67,11 @@ def _take(vector: jax.Array, index: Any) -> jax.Array:
     return jnp.sum(jnp.where(lane == index, vector, 0))
 
 
-def _load_plan(spec: common.Spec, lengths_ref: Any, batch: int, target: int) -> Any:
+def _load_plan(spec: common.Spec, lengths_ref: Any, batch: int, share: int) -> Any:
     width = max(16, pl.next_power_of_2(batch))
     lane = jnp.arange(width, dtype=jnp.int32)
     lengths = plgpu.load(lengths_ref.at[lane], mask=lane < batch, other=0)
-    return lengths, plan(lengths, spec.block_k, spec.window, target)
+    return lengths, plan(lengths, spec.block_k, spec.window, share)
 
 
 def _split_kernel(
@@ -78,12 +83,12 @@ def _split_kernel(
     groups: int,
     rows: int,
     batch: int,
-    target: int,
+    share: int,
     sm_scale: float | None,
 ) -> None:
     """Work item program_id(1) of query heads program_id(0)."""
     head_program, item = pl.program_id(0), pl.program_id(1)
-    lengths, work = _load_plan(spec, inputs["lengths"], batch, target)
+    lengths, work = _load_plan(spec, inputs["lengths"], batch, share)
     row = jnp.sum((work.ends <= item).astype(jnp.int32))
 
     @pl.when(row < batch)
@@ -98,7 +103,7 @@ def _split_kernel(
         tiles, parts = _take(work.tiles, row), _take(work.parts, row)
         part = item - (_take(work.ends, row) - parts)
         first = _take(work.first_tile, row)
-        size = (tiles + parts - 1) // parts
+        size = _take(work.size, row)
         start = first + part * size
         stop = jnp.minimum(first + tiles, start + size)
 
@@ -140,11 +145,11 @@ def _merge_kernel(
     num_heads: int,
     rows: int,
     batch: int,
-    target: int,
+    share: int,
 ) -> None:
     """Sequence program_id(1), query heads program_id(0) * rows and following."""
     row = pl.program_id(1)
-    _, work = _load_plan(spec, inputs["lengths"], batch, target)
+    _, work = _load_plan(spec, inputs["lengths"], batch, share)
     stop = _take(work.ends, row)
     width = pl.next_power_of_2(spec.head_dim)
     heads = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
@@ -197,7 +202,7 @@ def decode(
       interpret: run in JAX's interpreter, on any device.
       block_k: tokens a tile, a power of two from 16; or pages_per_compute_block pages.
       block_h: accepted for JAX's callers; the rows of a program follow from the group size.
-      k_splits: work items to aim for, as a multiple of the batch; default from the SM count.
+      k_splits: work items to cut a sequence into; by default the SMs that fall to one sequence.
       num_warps, num_stages: Triton's; the default was chosen by the static gate.
       num_sms, compute_capability: of the GPU compiled for, when it is not the one at hand.
 
@@ -223,8 +228,8 @@ def decode(
     spec = common.make_spec(options, k_pages, q.dtype, block_k, lanes=True, interpret=interpret)
 
     head_programs = spec.num_kv_heads * pl.cdiv(groups, rows)
-    target = batch * k_splits if k_splits else pl.cdiv(num_sms * PROGRAMS_PER_SM, head_programs)
-    items = max_items(batch, block_k, block_tables.shape[1] * page_size, target)
+    share = k_splits or pl.cdiv(num_sms * PROGRAMS_PER_SM, head_programs * batch)
+    items = batch * max_parts(block_tables.shape[1] * page_size, block_k, share)
     if items > 65535:
         raise NotImplementedError(
             f"{items} work items (batch {batch}) exceed the 65535 of a CUDA grid; split the batch "
@@ -232,7 +237,7 @@ def decode(
         )
 
     sm_scale, scale_operand = common.split_scale(options.sm_scale)
-    shared = dict(spec=spec, batch=batch, target=target)
+    shared = dict(spec=spec, batch=batch, share=share)
     out, lse = pl.pallas_call(
         functools.partial(_split_kernel, groups=groups, rows=rows, sm_scale=sm_scale, **shared),
         grid=(head_programs, items),
