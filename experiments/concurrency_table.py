@@ -27,6 +27,7 @@ JSON keys:
   config
 """
 
+import admission
 import common
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -82,7 +83,7 @@ def measure(args, policy, prompt, output, bytes_per_token):
 
 def pages_policy(capacity, rows, longest, page_size):
     pages = capacity // page_size
-    return simulator.paged(pages + 1, rows, longest, page_size, watermark=pages // 100)
+    return admission.paged(pages + 1, rows, longest, page_size, watermark=pages // 100)
 
 
 def run(args):
@@ -102,10 +103,10 @@ def run(args):
             f"one request of {args.max_len:,}: raise --device-gb or lower --max-len"
         )
     rows, longest = 128, args.max_len
-    chosen = simulator.orca(capacity, rows, longest)
+    chosen = admission.orca(capacity, rows, longest)
     del chosen["orca_max"]
     policies = {
-        "reserve_max": simulator.reserved(
+        "reserve_max": admission.reserved(
             "reserve_max", lambda p, f: jnp.int32(longest), capacity, rows, "first"
         ),
         **chosen,
@@ -126,7 +127,7 @@ def run(args):
     short = total <= slots
     if not short.any():
         common.fail(f"no request fits in {slots} slots: this trace has no such table")
-    fixed = simulator.reserved("fixed", lambda p, f: jnp.int32(slots), size, rows, "first")
+    fixed = admission.reserved("fixed", lambda p, f: jnp.int32(slots), size, rows, "first")
     contiguous = measure(args, fixed, prompt[short], output[short], per_token)
     matched = {
         "kv_gb": size * per_token / 1e9,

@@ -12,12 +12,12 @@ JSON keys:
   config     trace, requests, longest, page_size
 """
 
+import admission
 import common
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import simulator
 import traces
 
 from paxattn import accounting, contiguous, memory
@@ -84,7 +84,7 @@ def run(args):
         row = int(total.argmax())
         common.fail(f"request {row} has {total[row]:,} tokens: raise --max-len above that")
     output = jnp.asarray(trace.output_tokens, jnp.int32)
-    pow2 = trace.prompt_tokens + np.asarray(simulator.power_of_two(output), np.int64)
+    pow2 = trace.prompt_tokens + np.asarray(admission.power_of_two(output), np.int64)
     owned = {
         "reserve_max": np.full_like(total, longest),
         "power_of_two": np.minimum(pow2, longest),

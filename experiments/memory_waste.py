@@ -34,6 +34,7 @@ JSON keys:
 
 import time
 
+import admission
 import common
 import matplotlib.pyplot as plt
 import numpy as np
@@ -97,8 +98,8 @@ def step_seconds(like):
 
 def policies(capacity, rows, longest, page_size):
     pages = capacity // page_size
-    paged = simulator.paged(pages + 1, rows, longest, page_size, watermark=pages // 100)
-    return {**simulator.orca(capacity, rows, longest), "paged": paged}
+    paged = admission.paged(pages + 1, rows, longest, page_size, watermark=pages // 100)
+    return {**admission.orca(capacity, rows, longest), "paged": paged}
 
 
 def simulate(chosen, prompt, output, arrival=None):

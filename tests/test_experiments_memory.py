@@ -12,6 +12,7 @@ from memory_oracle import Blocks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "experiments"))
 
+import admission
 import batch_allocation
 import common
 import concurrency_table
@@ -159,7 +160,7 @@ def requests():
 def test_pages_are_simulated_exactly_preemption_included(requests, arrivals):
     prompt, output, arrival = requests
     when = arrival if arrivals else np.zeros_like(arrival)
-    policy = simulator.paged(41, 12, 160, 8, watermark=2)
+    policy = admission.paged(41, 12, 160, 8, watermark=2)
     result = simulator.run(policy, prompt, output, when if arrivals else None)
     expected = plain(Pages(40, 8, 2), 12, prompt.tolist(), (prompt + output).tolist(), when)
     assert ours(result) == expected
@@ -183,7 +184,7 @@ def test_reservations_are_simulated_exactly(requests, name):
         "orca_pow2": pow2,
         "orca_oracle": lambda prompt, final: final,
     }[name]
-    result = simulator.run(simulator.orca(900, 12, 256)[name], prompt, output, arrival)
+    result = simulator.run(admission.orca(900, 12, 256)[name], prompt, output, arrival)
     expected = plain(Regions(900, region), 12, prompt.tolist(), (prompt + output).tolist(), arrival)
     assert ours(result) == expected
     share = result.percent(waiting=True)
@@ -191,7 +192,7 @@ def test_reservations_are_simulated_exactly(requests, name):
 
 
 def test_what_cannot_be_simulated_is_refused():
-    policy = simulator.paged(11, 4, 160, 16)
+    policy = admission.paged(11, 4, 160, 16)
     run = functools.partial(simulator.run, policy)
     with pytest.raises(ValueError, match="no requests"):
         run(np.array([], int), np.array([], int))
@@ -204,7 +205,7 @@ def test_what_cannot_be_simulated_is_refused():
 
 
 def test_requests_without_output_leave_without_a_step():
-    result = simulator.run(simulator.paged(11, 2, 160, 16), np.full(5, 20), np.zeros(5, int))
+    result = simulator.run(admission.paged(11, 2, 160, 16), np.full(5, 20), np.zeros(5, int))
     assert int(result.events.left.sum()) == 5
     assert int(result.events.steps.sum()) == 0
     assert result.mean_running() == 0
