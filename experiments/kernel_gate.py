@@ -324,7 +324,8 @@ def bounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         check(row, "no spills", row["spill_bytes"], 0, row["spill_bytes"] == 0)
         temps, pool = row["temp_bytes"], row["pool_bytes"]
-        check(row, "no copy of the pool", temps, pool // 8, temps < pool // 8)
+        # A copy of K or V alone is half a pool.
+        check(row, "no copy of the pool", temps, pool // 4, temps < pool // 4)
         if "float32" not in row["problem"]:
             check(row, "tensor cores", row["tensor_core"], True, row["tensor_core"])
         if row["kernel"].startswith("ragged NP") and row["arch"] == "sm_90":

@@ -554,7 +554,7 @@ def choose_tiles(
     elif width > 128:
         tiles = Tiles(64, 8, 2) if rows <= 16 else Tiles(32, 8, 3)
     elif jnp.dtype(kv_dtype).itemsize == 1:
-        tiles = Tiles(32 if old and rows > 64 else 64, 4 if rows <= 16 else 8, 3)
+        tiles = Tiles(64, 4, 2) if rows <= 16 else Tiles(32 if old and rows > 64 else 64, 8, 3)
     elif rows <= 16:
         tiles = Tiles(128, 8, 2) if even else Tiles(64, 4, 2)
     elif old and rows > 64 and width > 64:

@@ -31,7 +31,9 @@ from pallas_kernels import gpu_common as common
 from pallas_kernels.options import AttentionOptions
 
 MAX_ROWS = 64  # query heads of one KV head that one program handles
-PROGRAMS_PER_SM = 4  # two are resident at a time, so a tail is at most half a work item
+# Of small programs two or three are resident on an SM at a time, of large ones (many heads) one:
+# so that about two rounds run, and a tail is at most half a work item.
+PROGRAMS_PER_SM, LARGE_PROGRAMS_PER_SM = 4, 2
 MAX_TILES = 32  # tiles in one work item, so that one long sequence does not keep all waiting
 
 
@@ -228,7 +230,8 @@ def decode(
     spec = common.make_spec(options, k_pages, q.dtype, block_k, lanes=True, interpret=interpret)
 
     head_programs = spec.num_kv_heads * pl.cdiv(groups, rows)
-    share = k_splits or pl.cdiv(num_sms * PROGRAMS_PER_SM, head_programs * batch)
+    per_sm = PROGRAMS_PER_SM if rows <= 16 else LARGE_PROGRAMS_PER_SM
+    share = k_splits or pl.cdiv(num_sms * per_sm, head_programs * batch)
     items = batch * max_parts(block_tables.shape[1] * page_size, block_k, share)
     if items > 65535:
         raise NotImplementedError(
