@@ -14,9 +14,9 @@ allocator busier and attention's reads shorter. For each page size:
 over lengths like ShareGPT's (or a --trace) and like Alpaca's. A size that the geometry refuses for
 --model, because its pages would be misaligned, is shown as refused and never recommended.
 
-The recommended size is the smallest whose attention takes at most 10% longer than the fastest: below
-it speed is lost, above it memory. The PagedAttention paper (Section 7.2) found 16 to 128 best for
-ShareGPT and 16 to 32 for Alpaca, and chose 16.
+The recommended size is the largest whose throughput is within 10% of the best for both kinds: beyond
+it fewer requests fit, below it only the bookkeeping grows. The PagedAttention paper (Section 7.2)
+found 16 to 128 best for ShareGPT and 16 to 32 for Alpaca, and chose 16.
 
 JSON keys:
   by_page_size   list of {page_size, refused (the reason, or null), page_bytes, table_bytes,
@@ -32,6 +32,8 @@ JSON keys:
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import common
@@ -124,6 +126,12 @@ def simulated(lengths, page_size, memory_tokens):
 # --- measured ---------------------------------------------------------------------------------
 
 
+def in_pairs(call, items, label):
+    """`call` of each item, two at a time: compiling uses one core."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(common.progress(pool.map(call, items), label, len(items)))
+
+
 def in_turns(calls, repeats):
     """The least seconds of each call, taken in turns so that all see the same machine."""
     best = dict.fromkeys(calls, float("inf"))
@@ -135,8 +143,11 @@ def in_turns(calls, repeats):
     return best
 
 
+APPENDS = 64
+
+
 def allocator_calls(page_size, rows=32, prompt=161):
-    """A batch of prompts in and out; and one token more for each sequence (64 steps a call)."""
+    """A batch of prompts in and out; and the same with `APPENDS` tokens more for each."""
     import jax
     import jax.numpy as jnp
 
@@ -146,29 +157,21 @@ def allocator_calls(page_size, rows=32, prompt=161):
     lengths = jnp.full(rows, prompt, jnp.int32)
     active = jnp.ones(rows, bool)
 
-    def cycle(state):
-        state, ok = memory.reserve(state, lengths)
-        return memory.release(state, ok)
-
-    def grow(state):
-        def step(state, _):
-            return memory.append(state, active)[0], None
-
+    @partial(jax.jit, donate_argnums=0)
+    def live(state, appends):
         state, _ = memory.reserve(state, lengths)
-        state, _ = jax.lax.scan(step, state, None, length=64)
+        state = jax.lax.fori_loop(
+            0, appends, lambda _, state: memory.append(state, active)[0], state
+        )
         return memory.release(state, active)
 
-    calls = []
-    for function in (cycle, grow):
-        state = memory.init(rows * width + 1, rows, width, page_size)
-        compiled = jax.jit(function, donate_argnums=0)
-        box = [jax.block_until_ready(compiled(state))]
+    start = jax.jit(lambda: memory.init(rows * width + 1, rows, width, page_size))
+    box = [jax.block_until_ready(live(start(), 0))]
 
-        def call(box=box, compiled=compiled):
-            box[0] = jax.block_until_ready(compiled(box[0]))
+    def call(appends):
+        box[0] = jax.block_until_ready(live(box[0], appends))
 
-        calls.append(call)
-    return calls
+    return partial(call, 0), partial(call, APPENDS)
 
 
 def attention_call(page_size, batch, context, heads=9, kv_heads=3, dim=64, seed=0):
@@ -177,16 +180,13 @@ def attention_call(page_size, batch, context, heads=9, kv_heads=3, dim=64, seed=
     import jax.numpy as jnp
 
     from pallas_kernels import paged_attention
-    from paxattn.kv_pool import default_layout
+    from paxattn import kv_pool
 
-    layout = default_layout()
     width = -(-context // page_size)
     pages = batch * width + 1
-    shape = {"N": pages, "P": page_size, "K": kv_heads, "D": dim}
+    pool = kv_pool.init(1, pages, page_size, kv_heads, dim, jnp.float32)
     rng = np.random.default_rng(seed)
-    keys, values = (
-        jnp.asarray(rng.standard_normal([shape[a] for a in layout]), jnp.float32) for _ in "kv"
-    )
+    keys, values = (jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in (*pool.k, *pool.v))
     queries = jnp.asarray(rng.standard_normal((batch, heads, dim)), jnp.float32)
     tables = jnp.asarray(rng.permutation(pages - 1).reshape(batch, width) + 1, jnp.int32)
     lengths = jnp.full(batch, context, jnp.int32)
@@ -194,7 +194,7 @@ def attention_call(page_size, batch, context, heads=9, kv_heads=3, dim=64, seed=
     @jax.jit
     def attend(queries, keys, values, tables, lengths):
         return paged_attention(
-            queries, keys, values, tables, lengths, kv_layout=layout, sm_scale=dim**-0.5
+            queries, keys, values, tables, lengths, kv_layout=pool.layout, sm_scale=dim**-0.5
         )
 
     inputs = (queries, keys, values, tables, lengths)
@@ -219,7 +219,7 @@ def small_model(layers, seed):
         head_dim=32,
         max_position_embeddings=512,
     )
-    params = init_params(config, jax.random.key(seed))
+    params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(seed))
     return SimpleNamespace(config=config, params=params, tokenizer=None, source="random")
 
 
@@ -266,14 +266,12 @@ def throughput(sizes, lengths, count, setting, repeats, seed):
     for kind, trace in lengths.items():
         prompts, params = engine_requests(kind, trace, count, setting, seed)
         total = sum(p.max_tokens for p in params)
-        answers = {}
 
         def serve(size, prompts=prompts, params=params):
             return [o.outputs[0].token_ids for o in engines[size].generate(prompts, params)]
 
-        for size in common.progress(sizes, f"{kind}: compiling the engine"):
-            answers[size] = serve(size)
-        if any(answer != answers[sizes[0]] for answer in answers.values()):
+        answers = in_pairs(serve, sizes, f"{kind}: compiling the engine")
+        if any(answer != answers[0] for answer in answers):
             common.fail("page sizes changed the engine's tokens: this is a bug, please report it")
         seconds = in_turns({size: lambda s=size: serve(s) for size in sizes}, repeats)
         for size in sizes:
@@ -284,25 +282,38 @@ def throughput(sizes, lengths, count, setting, repeats, seed):
 # --- the script -------------------------------------------------------------------------------
 
 
-def recommend(rows):
-    """The smallest page size whose attention is about as fast as the fastest."""
-    allowed = [row for row in rows if row["refused"] is None]
-    rule = "smallest page size whose attention takes at most 10% longer than the fastest"
-    if not allowed:
-        return {"page_size": None, "rule": rule, "waste_percent": None}
-    fastest = min(row["attention_ms"] for row in allowed)
-    chosen = next(row for row in allowed if row["attention_ms"] <= SLACK * fastest)
-    waste = {kind: chosen[kind]["waste_percent"] for kind in KINDS}
-    return {"page_size": chosen["page_size"], "rule": rule, "waste_percent": waste}
-
-
-def near_best(rows, kind):
-    """Page sizes within 10% of the best throughput; None where none was measured."""
-    speeds = {row["page_size"]: row[kind]["tokens_per_s"] for row in rows}
-    speeds = {size: speed for size, speed in speeds.items() if speed is not None}
-    if not speeds:
+def near_best(rows, kind, measure):
+    """Page sizes within 10% of the best; None where nothing was measured."""
+    values = {row["page_size"]: row[kind][measure] for row in rows if row["refused"] is None}
+    values = {size: value for size, value in values.items() if value is not None}
+    if not values:
         return None
-    return [size for size, speed in speeds.items() if speed * SLACK >= max(speeds.values())]
+    return [size for size, value in values.items() if value * SLACK >= max(values.values())]
+
+
+def recommend(rows):
+    """The largest page size that is about as good as the best for every kind of lengths.
+
+    Bookkeeping only falls with the page size, so the largest one that costs nothing is best. Good
+    is the engine's throughput or, where none was measured, the number of requests that fit.
+    """
+    near = {kind: near_best(rows, kind, "tokens_per_s") for kind in KINDS}
+    measure, words = "tokens_per_s", "throughput"
+    if not any(near.values()):
+        measure, words = "requests_batched", "number of requests that fit"
+        near = {kind: near_best(rows, kind, measure) for kind in KINDS}
+    rule = f"largest page size whose {words} is within 10% of the best for all lengths"
+    sets = [set(sizes) for sizes in near.values() if sizes]
+    common_sizes = set.intersection(*sets) if sets else set()
+    if sets and not common_sizes:
+        rule = f"no page size is within 10% of the best {words} for all lengths; the best for the short"
+        common_sizes = {max(sets[-1])}
+    if not common_sizes:
+        return {"page_size": None, "rule": rule, "waste_percent": None}
+    size = max(common_sizes)
+    chosen = next(row for row in rows if row["page_size"] == size)
+    waste = {kind: chosen[kind]["waste_percent"] for kind in KINDS}
+    return {"page_size": size, "rule": rule, "waste_percent": waste}
 
 
 def settings(args):
@@ -335,19 +346,21 @@ def run(args):
             common.fail(f"{args.trace} has no request of at most {LONGEST:,} tokens")
         lengths["sharegpt"] = traces.head(real, count)
     batch, context = (8, 512) if args.quick else (16, 1024)
-    rows, attend, allocate, grow = [], {}, {}, {}
-    for size in common.progress(sizes, "page sizes: waste"):
-        rows.append(
-            {
-                "page_size": size,
-                "refused": refusal(args.model, size, args.dtype),
-                **bookkeeping(args.model, size, args.dtype),
-                **simulated(lengths, size, args.memory_tokens),
-            }
-        )
-    for size in common.progress(sizes, "page sizes: attention"):
-        attend[size] = attention_call(size, batch, context, seed=args.seed)
-        allocate[size], grow[size] = allocator_calls(size)
+
+    def without_a_model(size):
+        return {
+            "page_size": size,
+            "refused": refusal(args.model, size, args.dtype),
+            **bookkeeping(args.model, size, args.dtype),
+            **simulated(lengths, size, args.memory_tokens),
+        }
+
+    def to_measure(size):
+        return (attention_call(size, batch, context, seed=args.seed), *allocator_calls(size))
+
+    rows = in_pairs(without_a_model, sizes, "page sizes: waste")
+    made = in_pairs(to_measure, sizes, "page sizes: compiling")
+    attend, allocate, grow = (dict(zip(sizes, c, strict=True)) for c in zip(*made, strict=True))
     repeats = 10 if args.quick else 30
     timed = [in_turns(calls, repeats) for calls in (attend, allocate, grow)]
     measurable = [row["page_size"] for row in rows if row["refused"] is None]
@@ -363,7 +376,7 @@ def run(args):
         size = row["page_size"]
         row["attention_ms"] = timed[0][size] * 1e3
         row["reserve_release_us"] = timed[1][size] * 1e6
-        row["append_us"] = max(timed[2][size] - timed[1][size], 0) / 64 * 1e6
+        row["append_us"] = max(timed[2][size] - timed[1][size], 0) / APPENDS * 1e6
         for kind in KINDS:
             row[kind]["tokens_per_s"] = speeds.get(size, {}).get(kind)
     result = {
@@ -380,7 +393,7 @@ def run(args):
         },
         "by_page_size": rows,
         "recommended": recommend(rows),
-        "near_best": {kind: near_best(rows, kind) for kind in KINDS},
+        "near_best": {kind: near_best(rows, kind, "tokens_per_s") for kind in KINDS},
         "paper": PAPER,
         "refused": [
             {"model": model, "dtype": dtype, "page_size": size, "reason": reason}
