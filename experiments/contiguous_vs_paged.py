@@ -30,15 +30,12 @@ JSON keys (DIR/contiguous_vs_paged.json):
 """
 
 import os
-import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import common
 import numpy as np
-
-from experiments import common, traces
+import traces
 
 # Often quoted for LLaMA-13B on a data centre GPU, traditional -> paged.
 QUOTED = {

@@ -13,6 +13,7 @@ positions. So greedy tokens are identical in any batch, and after any preemption
 """
 
 from collections.abc import Callable
+from functools import cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -259,38 +260,31 @@ def _append_fits(memory: Any, active: jax.Array) -> jax.Array:
 class Programs:
     """The compiled programs of one model, and how many there are.
 
-    A plain closure over jitted functions: the counters are bumped while JAX traces, so they count
-    compilations and cost nothing afterwards.
+    Counters are bumped while JAX traces, so they count compilations and cost nothing afterwards.
     """
 
     def __init__(self, model: Llama):
         self.compiled: dict[str, int] = {}
+        self.prefill = self._by_choice("prefill", partial(_prefill, model))
+        self.decode = self._by_choice("decode", partial(_decode, model))
+        self.reserve = self._jit("tables", _reserve, donate=0)
+        self.release = self._jit("tables", _release, donate=0)
 
-        def counted(name: str, f: Callable, *bound):
-            def traced(*args):
-                self.compiled[name] = self.compiled.get(name, 0) + 1
-                return f(*bound, *args)
+    def _jit(self, name: str, f: Callable, donate: int) -> Any:
+        def traced(*args):
+            self.compiled[name] = self.compiled.get(name, 0) + 1
+            return f(*args)
 
-            return traced
+        return jax.jit(traced, donate_argnums=donate)
 
-        def program(name: str, f: Callable, donate: int) -> Callable:
-            cache: dict[Choice, Callable] = {}
+    def _by_choice(self, name: str, f: Callable) -> Callable[[Choice], Any]:
+        """The jitted program for each way of choosing tokens; its state is donated."""
+        return cache(lambda choice: self._jit(name, partial(f, choice), donate=1))
 
-            def call(choice: Choice, *args):
-                if choice not in cache:
-                    bound = counted(name, f, model, choice)
-                    cache[choice] = jax.jit(bound, donate_argnums=donate)
-                return cache[choice](*args)
 
-            return call
+def _reserve(memory: Any, lengths: jax.Array) -> tuple[Any, jax.Array]:
+    return ops_of(memory).reserve(memory, lengths)
 
-        def reserve(memory, lengths):
-            return ops_of(memory).reserve(memory, lengths)
 
-        def release(memory, mask):
-            return ops_of(memory).release(memory, mask)
-
-        self.prefill = program("prefill", _prefill, 1)
-        self.decode = program("decode", _decode, 1)
-        self.reserve = jax.jit(counted("tables", reserve), donate_argnums=0)
-        self.release = jax.jit(counted("tables", release), donate_argnums=0)
+def _release(memory: Any, mask: jax.Array) -> Any:
+    return ops_of(memory).release(memory, mask)

@@ -25,7 +25,11 @@ from paxattn.sampling import SamplingArrays
 from paxattn.sampling_params import MAX_LOGPROBS, SamplingParams
 from paxattn.scheduler import Chunk, Scheduler
 
-PREFILL_BUCKETS = (32, 128, 512)  # packed tokens of one prefill
+# (packed tokens, sequences) of one prefill, and the fewest rows of one decode. With eight or more,
+# a power of two, XLA's CPU backend gives a row the same bits in every bucket; below, its vector
+# loops differ.
+PREFILL_BUCKETS = ((64, 16), (256, 64), (512, 128))
+FEWEST_ROWS = 8
 STREAM_STEPS = 4  # decode steps between two looks of a streaming caller
 
 
@@ -177,8 +181,7 @@ class LLM:
 
     def batch_sizes(self) -> list[int]:
         """Rows of the decode programs that this engine may compile."""
-        most = self.capacity.max_rows
-        return sorted({_bucket(rows, most) for rows in range(1, most + 1)})
+        return sorted({_bucket(rows) for rows in range(1, self.capacity.max_rows + 1)})
 
     def stats(self) -> dict[str, Any]:
         """Pages, tokens and programs as they stand now."""
@@ -246,7 +249,7 @@ class LLM:
         admitted = scheduler.admit(self._free_pages())
         if admitted:
             self._reserve(admitted)
-        chunks = scheduler.prefill_chunks(PREFILL_BUCKETS[-1], self.capacity.max_rows)
+        chunks = scheduler.prefill_chunks(*PREFILL_BUCKETS[-1])
         if chunks:
             return self._prefill(chunks)
         while scheduler.starved(self._free_pages()) and len(scheduler.running) > 1:
@@ -291,8 +294,7 @@ class LLM:
 
     def _prefill(self, chunks: list[Chunk]) -> list[Running]:
         total = sum(c.count for c in chunks)
-        t = next(size for size in PREFILL_BUCKETS if size >= total)
-        s = max(2, min(t, self.capacity.max_rows))
+        t, s = next((t, s) for t, s in PREFILL_BUCKETS if t >= total and s >= len(chunks))
         inputs = PrefillInputs(
             tokens=np.zeros(t, np.int32),
             positions=np.zeros(t, np.int32),
@@ -320,8 +322,8 @@ class LLM:
         sequences = [c.sequence for c in chunks]
         choice = _choice(sequences)
         record = self._record_start("prefill")
-        self._state, sampled = self._programs.prefill(
-            choice, self.params, self._state, inputs, _sampling_arrays(sequences, s)
+        self._state, sampled = self._programs.prefill(choice)(
+            self.params, self._state, inputs, _sampling_arrays(sequences, s)
         )
         sampled = jax.tree.map(np.asarray, sampled)
         touched, new = [], 0
@@ -337,7 +339,7 @@ class LLM:
         return touched
 
     def _decode(self, sequences: list[Running], stream: bool) -> list[Running]:
-        b = _bucket(len(sequences), self.capacity.max_rows)
+        b = _bucket(len(sequences))
         inputs = DecodeInputs(
             rows=np.full(b, -1, np.int32),
             tokens=np.zeros(b, np.int32),
@@ -357,8 +359,8 @@ class LLM:
             inputs.forced[i, : len(replay)] = replay
             inputs.num_forced[i] = len(replay)
         record = self._record_start("decode")
-        self._state, sampled, steps = self._programs.decode(
-            _choice(sequences), self.params, self._state, inputs, _sampling_arrays(sequences, b)
+        self._state, sampled, steps = self._programs.decode(_choice(sequences))(
+            self.params, self._state, inputs, _sampling_arrays(sequences, b)
         )
         sampled = jax.tree.map(np.asarray, sampled)
         touched, new = [], 0
@@ -489,12 +491,12 @@ class LLM:
         )
 
 
-def _bucket(rows: int, most: int) -> int:
-    """Rows padded to 2, 8, 16, 32, 64, ...: few programs, and never a single row."""
-    size = 2 if rows <= 2 else 8
+def _bucket(rows: int) -> int:
+    """Rows padded to 8, 16, 32, 64, ...: few programs."""
+    size = FEWEST_ROWS
     while size < rows:
         size *= 2
-    return max(2, min(size, most))
+    return size
 
 
 def _choice(sequences: list[Running]) -> Choice:

@@ -54,7 +54,7 @@ class KVPool:
 
 def default_layout() -> str:
     """Pages as the platform's attention reads them fastest."""
-    return "NPKD" if jax.default_backend() == "gpu" else "NKPD"
+    return "NKDP" if jax.default_backend() == "cpu" else "NPKD"
 
 
 def init(
