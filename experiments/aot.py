@@ -183,7 +183,8 @@ def compile_for(arch: str, fn: Callable[..., Any], args: Sequence[Any]) -> Compi
 
     assert _DUMP is not None, "call prepare_process first"
     for old in _DUMP.glob("*.*"):
-        old.unlink()
+        if old.is_file():
+            old.unlink()
     topology = topologies.get_topology_desc(
         "gpu", "cuda", target_config=target_config(GPUS[arch]), topology="1x1x1"
     )

@@ -25,6 +25,7 @@ import argparse
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -185,37 +186,12 @@ def build(p: Program, arch: str) -> tuple[Any, list[Any]]:
     ]
 
 
-def tile_of(p: Program, arch: str) -> tuple[int, int]:
-    """(tokens a tile, warps) that the launcher chose."""
-    from pallas_kernels import gpu_common
-
+def tile_of(p: Program, kernel: str) -> tuple[int, int]:
+    """(tokens a tile, warps) of a launch; ours say so in the kernel's name."""
     if p.op == "builtin":
-        return 8 * p.P, 8
-    import jax.numpy as jnp
-
-    groups = p.H // p.K
-    f32 = p.dtype == "float32"
-    if p.op == "decode":
-        most = 32 if f32 else 64
-        rows = min(most, max(16, _power(groups)))
-    else:
-        most = 32 if f32 else 128 if p.D <= 128 else 64
-        heads = min(groups, most)
-        rows = min(most, max(16, _power(min(-(-p.T // p.B), most) * heads)))
-    capability = float("{}.{}".format(*aot.GPUS[arch].capability))
-    tiles = gpu_common.choose_tiles(
-        rows,
-        p.D,
-        jnp.dtype(p.kv_dtype or p.dtype),
-        jnp.dtype(p.dtype),
-        capability,
-        (None, None, None),
-    )
-    return tiles.block_k, tiles.num_warps
-
-
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
+        return 8 * p.P, 8  # the defaults of pages_per_compute_block and num_warps
+    found = re.search(r"_k(\d+)_w(\d+)$", kernel)
+    return int(found[1]), int(found[2])
 
 
 def measure(tools: aot.Tools, p: Program, arch: str) -> dict[str, Any]:
@@ -234,7 +210,7 @@ def measure(tools: aot.Tools, p: Program, arch: str) -> dict[str, Any]:
     loop = aot.main_loop(assembled.sass)
     if loop is None:
         raise ValueError(f"no loop found in the code of {name} for {arch}")
-    block_k, warps = tile_of(p, arch)
+    block_k, warps = tile_of(p, name)
     tile = 2 * block_k * p.D * jnp.dtype(p.kv_dtype or p.dtype).itemsize
     threads = 32 * warps
     # Page ids and scales come in single words (the builtin's ids also in wide, synchronous loads):
@@ -273,15 +249,13 @@ def measure(tools: aot.Tools, p: Program, arch: str) -> dict[str, Any]:
 
 def offset_width(p: Program, arch: str) -> dict[str, Any]:
     """How wide the compiled kernel computes page * elements_of_a_page."""
-    import re
-
     row = p.P * p.K * p.D
     fn, args = build(p, arch)
     try:
         compiled = aot.compile_for(arch, fn, args)
     except NotImplementedError as refusal:
         return {"pool": p.kernel, "elements": num_pages(p) * row, "refused": str(refusal)}
-    ptx = compiled.ptx["paged_decode_split"]
+    ptx = next(text for name, text in compiled.ptx.items() if "paged_decode_split" in name)
     # Only the page's multiplier is looked for: the row's size, times the element's where fused.
     size = pool_bytes(p) // (2 * num_pages(p) * row)
     number = rf"(?:{row}|{row * size})\b"

@@ -250,7 +250,7 @@ def decode(
         ),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
-        name="paged_decode_split",
+        name=f"paged_decode_split_m{rows}_k{block_k}_w{num_warps}",
     )(
         {
             "q": q,

@@ -176,12 +176,17 @@ def ragged(
     groups = num_heads // geometry.num_kv_heads
 
     wanted = num_queries_per_block or pl.cdiv(num_rows, batch)
-    most = 32 if q.dtype == jnp.float32 else 128 if head_dim <= 128 else 64
+    old = capability is not None and capability < 9
+    crowded = old and options.soft_cap is not None and options.alibi_slopes is not None
+    most = 32 if q.dtype == jnp.float32 else 64 if head_dim > 128 or crowded else 128
     heads_per_block = min(groups, most)
     rows = min(most, max(16, pl.next_power_of_2(min(wanted, most) * heads_per_block)))
     block_q = rows // heads_per_block
     if block_k is None and num_kv_pages_per_block is not None:
         block_k = num_kv_pages_per_block * geometry.page_size
+    if rows <= 16 and q.dtype != jnp.float32 and head_dim <= 128:
+        # One position a row costs registers that the decode kernel's tile of 128 does not leave.
+        block_k, num_warps = block_k or 64, num_warps or 4
     block_k, num_warps, num_stages = common.choose_tiles(
         rows, head_dim, k_pages.dtype, q.dtype, capability, (block_k, num_warps, num_stages)
     )
@@ -216,7 +221,7 @@ def ragged(
         ),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
-        name="paged_ragged",
+        name=f"paged_ragged_m{rows}_k{block_k}_w{num_warps}",
     )(
         {
             "q": q,
