@@ -240,7 +240,7 @@ def decode(
         )
 
     sm_scale, scale_operand = common.split_scale(options.sm_scale)
-    shared = dict(spec=spec, batch=batch, share=share)
+    shared: dict[str, Any] = dict(spec=spec, batch=batch, share=share)
     out, lse = pl.pallas_call(
         functools.partial(_split_kernel, groups=groups, rows=rows, sm_scale=sm_scale, **shared),
         grid=(head_programs, items),

@@ -25,7 +25,7 @@ from paxattn import contiguous, kv_pool
 from paxattn import memory as paged
 from paxattn.kv_pool import KVPool
 from paxattn.llama import Llama
-from paxattn.sampling import SamplingArrays, logprobs_of, sample
+from paxattn.sampling import HostArray, SamplingArrays, logprobs_of, sample
 
 MAX_STEPS = 32  # decode steps of one program run: the width of its output
 
@@ -40,28 +40,28 @@ class State(NamedTuple):
 class PrefillInputs(NamedTuple):
     """Packed chunks of prompts; T tokens, S sequences, both padded to their bucket."""
 
-    tokens: jax.Array  # [T] int32
-    positions: jax.Array  # [T] int32
-    context_lens: jax.Array  # [T] int32: the length of the whole prompt, see rope.cos_sin
-    token_rows: jax.Array  # [T] int32: memory row of each token; -1 is padding
-    seq_rows: jax.Array  # [S] int32: memory row of each sequence; -1 is padding
-    cu_q_lens: jax.Array  # [S + 1] int32
-    kv_lens: jax.Array  # [S] int32: tokens of each sequence stored after this chunk
-    num_seqs: jax.Array  # [1] int32
-    generated: jax.Array  # [S] int32: output position of the token that is sampled
+    tokens: HostArray  # [T] int32
+    positions: HostArray  # [T] int32
+    context_lens: HostArray  # [T] int32: the length of the whole prompt, see rope.cos_sin
+    token_rows: HostArray  # [T] int32: memory row of each token; -1 is padding
+    seq_rows: HostArray  # [S] int32: memory row of each sequence; -1 is padding
+    cu_q_lens: HostArray  # [S + 1] int32
+    kv_lens: HostArray  # [S] int32: tokens of each sequence stored after this chunk
+    num_seqs: HostArray  # [1] int32
+    generated: HostArray  # [S] int32: output position of the token that is sampled
 
 
 class DecodeInputs(NamedTuple):
     """One row a running sequence; b rows, padded to their bucket."""
 
-    rows: jax.Array  # [b] int32: memory row; -1 is padding
-    tokens: jax.Array  # [b] int32: the last token, whose key and value are not stored yet
-    generated: jax.Array  # [b] int32: output tokens so far, `tokens` included
-    limit: jax.Array  # [b] int32: output tokens at which the row ends
-    forced: jax.Array  # [b, MAX_STEPS] int32: tokens to replay after a preemption
-    num_forced: jax.Array  # [b] int32
-    steps: jax.Array  # [] int32, at most MAX_STEPS
-    until_one_ends: jax.Array  # [] bool: come back when a row ends, else when all have
+    rows: HostArray  # [b] int32: memory row; -1 is padding
+    tokens: HostArray  # [b] int32: the last token, whose key and value are not stored yet
+    generated: HostArray  # [b] int32: output tokens so far, `tokens` included
+    limit: HostArray  # [b] int32: output tokens at which the row ends
+    forced: HostArray  # [b, MAX_STEPS] int32: tokens to replay after a preemption
+    num_forced: HostArray  # [b] int32
+    steps: HostArray  # [] int32, at most MAX_STEPS
+    until_one_ends: HostArray  # [] bool: come back when a row ends, else when all have
 
 
 class Sampled(NamedTuple):
@@ -127,11 +127,12 @@ def _prefill(
         )
         return out, pool
 
-    hidden, pool = model.apply(
+    apply: Any = model.apply  # Flax's own type has mutable collections in it
+    hidden, pool = apply(
         {"params": params}, inputs.tokens, inputs.positions, inputs.context_lens, pool, attend
     )
     last = jnp.maximum(inputs.cu_q_lens[1:] - 1, 0)
-    logits = model.apply({"params": params}, hidden[last], method="unembed")
+    logits = apply({"params": params}, hidden[last], method="unembed")
     return State(pool, memory), _choose(logits, sampling, inputs.generated, choice)
 
 
@@ -245,8 +246,9 @@ def decode_logits(
         return out, pool
 
     positions = jnp.maximum(lengths - 1, 0)
-    hidden, pool = model.apply({"params": params}, tokens, positions, lengths, pool, attend)
-    return model.apply({"params": params}, hidden, method="unembed"), pool
+    apply: Any = model.apply  # Flax's own type has mutable collections in it
+    hidden, pool = apply({"params": params}, tokens, positions, lengths, pool, attend)
+    return apply({"params": params}, hidden, method="unembed"), pool
 
 
 def _append_fits(memory: Any, active: jax.Array) -> jax.Array:

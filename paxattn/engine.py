@@ -558,7 +558,7 @@ def _use_compilation_cache() -> None:
     import os
     import pathlib
 
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     home = os.environ.get("XDG_CACHE_HOME") or str(pathlib.Path.home() / ".cache")
     jax.config.update("jax_compilation_cache_dir", os.path.join(home, "paxattn", "xla"))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import append_kv
+from pallas_kernels.options import KVLayout
 
 # Where the page, position and head axes stand in each layout's K and V arrays.
 _K_AXES = {"NPKD": "NPKD", "NKPD": "NKPD", "KNPD": "KNPD", "NKDP": "NKDP"}
@@ -31,7 +32,7 @@ class KVPool:
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
-    layout: str
+    layout: KVLayout
     dtype: str
 
     @property
@@ -52,7 +53,7 @@ class KVPool:
         return sum(x.size * x.dtype.itemsize for x in (*self.k, *self.v))
 
 
-def default_layout() -> str:
+def default_layout() -> KVLayout:
     """Pages as the platform's attention reads them fastest."""
     return "NKDP" if jax.default_backend() == "cpu" else "NPKD"
 
@@ -64,7 +65,7 @@ def init(
     num_kv_heads: int,
     head_dim: int,
     dtype: Any = jnp.float32,
-    layout: str | None = None,
+    layout: KVLayout | None = None,
 ) -> KVPool:
     """A pool of zeros; page 0 is the null page.
 
@@ -108,6 +109,7 @@ def write(
         kv_layout=pool.layout,
         kv_dtype=pool.kv_dtype,
     )
+    assert new_v is not None  # one array is the interleaved layout's, which no pool has
     return replace(
         pool,
         k=(*pool.k[:layer], new_k, *pool.k[layer + 1 :]),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxattn.llama_config import LlamaConfig
+from paxattn.llama_config import LlamaConfig, RopeScaling
 
 
 def inverse_frequencies(config: LlamaConfig) -> tuple[np.ndarray, float]:
@@ -29,11 +29,11 @@ def inverse_frequencies(config: LlamaConfig) -> tuple[np.ndarray, float]:
     if scaling.rope_type == "llama3":
         return _llama3(plain, scaling), 1.0
     if scaling.rope_type == "yarn":
-        return _yarn(config)
+        return _yarn(config, scaling)
     raise ValueError(f"rope type {scaling.rope_type!r} is not implemented")
 
 
-def _llama3(plain: np.ndarray, scaling) -> np.ndarray:
+def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     trained = scaling.original_max_position_embeddings
     wavelength = 2 * math.pi / plain
     smooth = (trained / wavelength - scaling.low_freq_factor) / (
@@ -45,8 +45,7 @@ def _llama3(plain: np.ndarray, scaling) -> np.ndarray:
     return np.where(low, plain / scaling.factor, np.where(high, plain, blended)).astype(np.float32)
 
 
-def _yarn(config: LlamaConfig) -> tuple[np.ndarray, float]:
-    s = config.rope_scaling
+def _yarn(config: LlamaConfig, s: RopeScaling) -> tuple[np.ndarray, float]:
     dim, base = config.head_dim, config.rope_theta
     trained = s.original_max_position_embeddings
 

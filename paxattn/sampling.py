@@ -4,7 +4,7 @@ A request's draw at output position i comes from (its seed, i) alone, so that ne
 a preemption changes it. Filters apply in vLLM's order: temperature, min_p, top_k, top_p.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,19 @@ import numpy as np
 _ONE = int(np.float32(1.0).view(np.int32))  # the bits of 1.0
 _BLOCK = 128
 
+HostArray = Any  # NumPy, filled in on the host; a jax.Array inside the programs
+
 
 class SamplingArrays(NamedTuple):
     """The sampling of a batch, a row a request."""
 
-    temperature: jax.Array  # [B] float32; 0 is greedy
-    top_k: jax.Array  # [B] int32; 0 keeps all
-    top_p: jax.Array  # [B] float32
-    min_p: jax.Array  # [B] float32
-    seed: jax.Array  # [B, 2] uint32
-    min_tokens: jax.Array  # [B] int32
-    stop_ids: jax.Array  # [B, S] int32; -1 where there is none
+    temperature: HostArray  # [B] float32; 0 is greedy
+    top_k: HostArray  # [B] int32; 0 keeps all
+    top_p: HostArray  # [B] float32
+    min_p: HostArray  # [B] float32
+    seed: HostArray  # [B, 2] uint32
+    min_tokens: HostArray  # [B] int32
+    stop_ids: HostArray  # [B, S] int32; -1 where there is none
 
 
 def sample(

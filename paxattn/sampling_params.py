@@ -71,13 +71,13 @@ class SamplingParams:
 def _number(name: str, value, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name} must be a number; got {value!r}")
-    if math.isnan(value) or math.isinf(value) or not low <= value <= high:
+    if math.isnan(value) or math.isinf(value) or not low <= float(value) <= high:
         raise ValueError(f"{name} must be a finite number in [{low}, {high}]; got {value}")
 
 
 def _integer(name: str, value, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name} must be an integer; got {value!r}")
-    if value < low or (high is not None and value > high):
+    if int(value) < low or (high is not None and int(value) > high):
         bound = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ValueError(f"{name} must be {bound}; got {value}")

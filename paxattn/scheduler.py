@@ -66,7 +66,7 @@ class Scheduler:
 
     def prefill_chunks(self, tokens: int, sequences: int) -> list[Chunk]:
         """Prompt parts to compute next: at most `tokens` tokens of at most `sequences`."""
-        chunks = []
+        chunks: list[Chunk] = []
         for sequence in self.running:
             if sequence.prefilled:
                 continue
