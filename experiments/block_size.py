@@ -43,7 +43,7 @@ import traces
 from paxattn.geometry import KNOWN_MODELS, PageGeometry
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-QUICK_SIZES = (4, 16, 64, 256)
+QUICK_SIZES = (4, 16, 256)
 ENGINE_QUICK = (16, 256)
 LONGEST = 2048
 KINDS = ("sharegpt", "alpaca")
