@@ -9,6 +9,8 @@ It is often advised to align each block to 64 or 128 bytes. Here:
             loads touch are counted exactly, for pages at each offset from a 128-byte boundary.
   measured  On this machine's CPU: random pages gathered by NumPy and read by a loop that XLA
             compiled. Only the offset differs: same bytes, same distance between pages.
+  compiled  Where the compiler of kernel_gate.py is installed: this project's decode kernel, compiled
+            for an H200, with rows that are and are not a multiple of 16 bytes.
   refused   Pages that paxattn.PageGeometry refuses, and what reading them would move.
 
 What only a GPU can show: the time. Sectors are counted as each load asks for them; the L1 cache may
@@ -25,6 +27,9 @@ JSON keys:
   header     the same, averaged over pages that a 16-byte header precedes, as an allocator that
              keeps its own notes there would place them
   measured   list of {reader ("numpy" or "xla"), row_bytes, offset, ns_per_row, against_aligned}
+  compiled   {reason (why nothing was compiled, or null), rows: list of {head_dim, row_bytes,
+             async_fraction (of the bytes, loaded by 16-byte asynchronous copies),
+             instructions_per_128_tokens, registers}}
   refused    list of {model, dtype, page_size, page_bytes, reason, next_good_page_size,
              extra_lines_percent}
   known_models_refused, known_models_checked    how many of the known models' pages (page sizes 1
@@ -32,7 +37,9 @@ JSON keys:
   config     page_size, offsets, repeats, seed
 """
 
+import sys
 import time
+from pathlib import Path
 
 import common
 import numpy as np
@@ -124,6 +131,31 @@ def extra(counts, key):
     """Percent moved beyond the useful bytes."""
     useful = counts["page_bytes" if key == "page_line_bytes" else "useful_bytes"]
     return 100 * (counts[key] / useful - 1)
+
+
+# --- compiled ---------------------------------------------------------------------------------
+
+
+def compiled(args):
+    """The decode kernel's loads for head dims of 16 bits whose rows are 16-byte multiples, or not."""
+    import aot
+    import kernel_gate
+
+    path, rows = list(sys.path), []
+    try:
+        aot.find_tools(args.plugin_path)
+    except aot.MissingTools as missing:
+        return {"reason": " ".join(str(missing).split()), "rows": rows}
+    finally:
+        sys.path[:] = path  # the compiler is for the processes that compile
+    for dim in (128, 100) if args.quick else (128, 96, 100, 90):
+        program = kernel_gate.Program(f"decode D{dim}", D=dim)
+        found = kernel_gate.spawn(args, "row", program, "sm_90")
+        if "error" in found:
+            return {"reason": found["error"], "rows": rows}
+        keys = ("async_fraction", "instructions_per_128_tokens", "registers")
+        rows.append({"head_dim": dim, "row_bytes": 2 * dim, **{key: found[key] for key in keys}})
+    return {"reason": None, "rows": rows}
 
 
 # --- refused ----------------------------------------------------------------------------------
@@ -284,6 +316,9 @@ def measured(pool_bytes, repeats, seed):
 
 def options(parser):
     parser.add_argument(
+        "--plugin-path", type=Path, metavar="DIR", help="of the compiler, as in kernel_gate.py"
+    )
+    parser.add_argument(
         "--pool-mib", type=int, help="memory that is read from (default: 256; quick: 96)"
     )
     parser.add_argument(
@@ -302,10 +337,11 @@ def run(args):
         common.fail(f"--repeats must be at least 1, got {repeats}")
     counted = [of_pattern(pattern, offset) for pattern in PATTERNS for offset in OFFSETS]
     header = [with_header(pattern) for pattern in PATTERNS]
+    on_gpu = compiled(args)
     times = measured(pool_mib * 2**20, repeats, args.seed)
     bad = refused()
     refused_known, checked_known = known_models()
-    report(counted, header, times, bad, (refused_known, checked_known))
+    report(counted, header, times, on_gpu, bad, (refused_known, checked_known))
     common.write_json(
         args,
         {
@@ -320,6 +356,7 @@ def run(args):
             "counted": counted,
             "header": header,
             "measured": times,
+            "compiled": on_gpu,
             "refused": bad,
             "known_models_refused": refused_known,
             "known_models_checked": checked_known,
@@ -328,7 +365,7 @@ def run(args):
     draw(args, counted, times)
 
 
-def report(counted, header, times, bad, known):
+def report(counted, header, times, on_gpu, bad, known):
     shown = [c for c in counted if c["offset"] in (0, 8, 16, 32, 64)]
     keys = ("requested_sector_bytes", "requested_line_bytes")
     keys += ("distinct_line_bytes", "page_line_bytes")
@@ -374,6 +411,25 @@ def report(counted, header, times, bad, known):
                 ]
             ],
             "Measured on this CPU (lines of 64 bytes): time of a row at each offset",
+        ),
+        "",
+        common.table(
+            (
+                "head dim",
+                "row, B",
+                "16-byte async copies",
+                "instructions / 128 tokens",
+                "registers",
+            ),
+            [
+                (
+                    *(c["head_dim"], c["row_bytes"], f"{100 * c['async_fraction']:.0f}%"),
+                    *(round(c["instructions_per_128_tokens"]), c["registers"]),
+                )
+                for c in on_gpu["rows"]
+            ],
+            "Compiled for an H200 (nothing ran)"
+            + (f": not here, {on_gpu['reason']}" if on_gpu["reason"] else ""),
         ),
         "",
         common.table(

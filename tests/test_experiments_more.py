@@ -131,7 +131,9 @@ def test_pieces_are_counted_as_byte_by_byte(seed):
             assert tuple(found[key] for key in keys) == expected
 
 
-def test_alignment_by_hand(tmp_path):
+def test_alignment_by_hand(tmp_path, monkeypatch):
+    none = {"reason": "not in this test", "rows": []}
+    monkeypatch.setattr(alignment, "compiled", lambda args: none)
     found = outcome(alignment, tmp_path, "--pool-mib", "2", "--repeats", "2")
     of = {(c["rows"], c["offset"]): c for c in found["counted"]}
     aligned, off = of["D 128, 16 bits, NPKD", 0], of["D 128, 16 bits, NPKD", 16]
@@ -148,6 +150,26 @@ def test_alignment_by_hand(tmp_path):
         assert str(bad["page_bytes"]) in bad["reason"]
         assert str(bad["next_good_page_size"]) in bad["reason"]
     assert found["known_models_refused"] == 2
+
+
+def test_compiled_loads_or_the_reason_why_not(tmp_path, monkeypatch):
+    import aot
+    import kernel_gate
+
+    def missing(path):
+        raise aot.MissingTools("get\n them")
+
+    args = parsed(alignment, tmp_path)
+    monkeypatch.setattr(aot, "find_tools", missing)
+    assert alignment.compiled(args) == {"reason": "get them", "rows": []}
+    monkeypatch.setattr(aot, "find_tools", lambda path: None)
+    row = {"async_fraction": 1.0, "instructions_per_128_tokens": 257, "registers": 108, "more": 1}
+    monkeypatch.setattr(kernel_gate, "spawn", lambda *order: row)
+    found = alignment.compiled(args)
+    assert [r["row_bytes"] for r in found["rows"]] == [256, 200]
+    assert found["rows"][0]["async_fraction"] == 1.0
+    monkeypatch.setattr(kernel_gate, "spawn", lambda *order: {"error": "it died"})
+    assert alignment.compiled(args)["reason"] == "it died"
 
 
 def test_readers_read_the_rows_at_the_offset():
