@@ -46,6 +46,9 @@ def options(parser):
     parser.add_argument(
         "--timeout", type=float, default=3600, help="seconds for one experiment (default: 3600)"
     )
+    parser.add_argument(
+        "--plugin-path", type=Path, metavar="DIR", help="of the GPU compiler, see kernel_gate.py"
+    )
     parser.add_argument("--list", action="store_true", help="show what would run, and end")
 
 
@@ -77,19 +80,21 @@ def question(folder, name):
     return " ".join(text.strip().partition("\n\n")[0].split())
 
 
-def obstacle(folder, name):
+def obstacle(folder, name, plugin_path):
     """Why an experiment cannot run here, in one line; None where it can."""
     if name == "kernel_gate":
-        return no_compiler(folder)
+        return no_compiler(folder, plugin_path)
     if name == "kernel_bench":
         return no_gpu()
     return None
 
 
-def no_compiler(folder):
+def no_compiler(folder, plugin_path):
     """Why kernels cannot be compiled for a GPU."""
+    where = "None" if plugin_path is None else f"pathlib.Path({str(plugin_path)!r})"
     probe = asked(
-        f"import sys; sys.path.insert(0, {str(folder)!r}); import aot; aot.find_tools(None)"
+        f"import pathlib, sys; sys.path.insert(0, {str(folder)!r}); "
+        f"import aot; aot.find_tools({where})"
     )
     if probe.returncode == 0:
         return None
@@ -114,6 +119,8 @@ def asked(code):
 def command_of(folder, name, args):
     """The words after the interpreter."""
     words = [str(folder / f"{name}.py"), "--out", str(args.out), "--seed", str(args.seed)]
+    if args.plugin_path is not None and name in ("kernel_gate", "alignment"):
+        words += ["--plugin-path", str(args.plugin_path)]
     return words + ["--quick"] * args.quick
 
 
@@ -127,7 +134,7 @@ def run_one(folder, name, args, tick):
     """Runs one experiment; returns what the report says of it."""
     words = command_of(folder, name, args)
     known = {"name": name, "question": question(folder, name), "command": shown(words)}
-    reason = obstacle(folder, name)
+    reason = obstacle(folder, name, args.plugin_path)
     if reason:
         return {**known, "status": "skipped", "reason": reason, "seconds": 0.0, "files": []}
     path = os.pathsep.join(filter(None, [str(folder.parent), os.environ.get("PYTHONPATH")]))

@@ -368,13 +368,13 @@ def test_the_kernel_gate_is_skipped_with_a_reason_or_can_run(monkeypatch):
         returncode=1, stdout="", stderr="Traceback\naot.MissingTools: get\n them"
     )
     monkeypatch.setattr(everything, "asked", lambda code: fake)
-    assert everything.obstacle(FOLDER, "kernel_gate") == "get them"
+    assert everything.obstacle(FOLDER, "kernel_gate", None) == "get them"
     fake.returncode, fake.stdout = 0, "cpu\n"
-    assert everything.obstacle(FOLDER, "kernel_gate") is None
-    assert everything.obstacle(FOLDER, "kernel_bench") == "needs a GPU; JAX sees cpu here"
+    assert everything.obstacle(FOLDER, "kernel_gate", None) is None
+    assert everything.obstacle(FOLDER, "kernel_bench", None) == "needs a GPU; JAX sees cpu here"
     fake.stdout = "gpu\n"
-    assert everything.obstacle(FOLDER, "kernel_bench") is None
-    assert everything.obstacle(FOLDER, "kv_size") is None
+    assert everything.obstacle(FOLDER, "kernel_bench", None) is None
+    assert everything.obstacle(FOLDER, "kv_size", None) is None
 
 
 def test_the_command_line_ends_with_a_status(tmp_path):
