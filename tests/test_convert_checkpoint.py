@@ -148,7 +148,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(folder, tmp_path, when):
         assert process.stdout.readline() == "loaded\n"
         if when == "parameters are written":
             assert process.stdout.readline() == "written\n"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not list(tmp_path.glob(".out*")) and time.monotonic() < deadline:
             time.sleep(0.001)
     finally:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -171,7 +170,7 @@ def run(args):
     with common.atomic(args.out / "x.json") as temporary:
         temporary.write_text("half")
         print("half", flush=True)
-        time.sleep(60)
+        time.sleep(300)
 common.main("Doc.", run)
 """
 
@@ -181,7 +180,7 @@ def test_interrupt_leaves_nothing_half_written(tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "half\n"
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 130
     assert said.endswith("error: interrupted\n")
     assert os.listdir(tmp_path) == []
@@ -246,13 +245,14 @@ def test_progress_is_silent_outside_a_terminal(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_quick_start_of_the_help(tmp_path):
-    started = time.perf_counter()
+def test_help_starts_without_jax():
     done = subprocess.run(
-        [sys.executable, str(EXPERIMENTS / "make_sharegpt_lengths.py"), "--help"],
+        [sys.executable, "-X", "importtime", EXPERIMENTS / "make_sharegpt_lengths.py", "--help"],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0
     assert "example:" in done.stdout
-    assert time.perf_counter() - started < 30
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "argparse" in imported
+    assert not imported & {"jax", "flax", "matplotlib", "transformers"}  # seconds each
