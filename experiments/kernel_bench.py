@@ -314,9 +314,9 @@ def run(args: argparse.Namespace) -> None:
             [
                 [
                     *(r["implementation"], r["setting"], r["B"], r["S"], r["D"], r["P"]),
-                    1e6 * r["seconds"],
-                    r["bytes_per_second"] / 1e9,
-                    100 * r["of_copy"],
+                    1e6 * r["seconds"] if gpu else None,
+                    r["bytes_per_second"] / 1e9 if gpu else None,
+                    100 * r["of_copy"] if gpu else None,
                     f"{r['error']:.1e}",
                 ]
                 for r in rows
@@ -327,7 +327,7 @@ def run(args: argparse.Namespace) -> None:
     if wrong:
         common.fail(f"{len(wrong)} variants are wrong, first {wrong[0]['variant']}: {wrong[0]}")
     if rows:
-        common.write_figure(args, draw(rows, gpu))
+        common.write_figure(args, draw(rows) if gpu else draw_errors(checks))
     bad = [r for r in rows if r["implementation"] == "pallas_kernels" and not r["error"] < 1e-2]
     if bad:
         common.fail(f"{len(bad)} results are wrong, first {bad[0]}")
@@ -364,28 +364,27 @@ def bench(
                 "setting": setting,
                 "seconds": seconds,
                 "kv_bytes": size,
-                "bytes_per_second": size / seconds,
-                "of_copy": size / seconds / copy,
+                "bytes_per_second": size / seconds if gpu else None,
+                "of_copy": size / seconds / copy if gpu else None,
                 "error": error,
             }
         )
     return rows
 
 
-def draw(rows: list[dict[str, Any]], gpu: bool) -> Any:
+def draw(rows: list[dict[str, Any]]) -> Any:
     """Share of copy bandwidth by case; of settings the best."""
     common.style()
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(14, 6.5))
-    labels = list(dict.fromkeys(f"B{r['B']} S{r['S']}\nD{r['D']} P{r['P']}" for r in rows))
+    labels = list(dict.fromkeys(_label(r) for r in rows))
     names = list(dict.fromkeys(r["implementation"] for r in rows))
     for i, name in enumerate(names):
         best: dict[str, float] = {}
         for r in rows:
             if r["implementation"] == name:
-                label = f"B{r['B']} S{r['S']}\nD{r['D']} P{r['P']}"
-                best[label] = max(best.get(label, 0.0), 100 * r["of_copy"])
+                best[_label(r)] = max(best.get(_label(r), 0.0), 100 * r["of_copy"])
         width = 0.8 / len(names)
         axis.bar(
             [labels.index(label) + (i - (len(names) - 1) / 2) * width for label in best],
@@ -395,11 +394,39 @@ def draw(rows: list[dict[str, Any]], gpu: bool) -> Any:
         )
     axis.set_xticks(range(len(labels)), labels, fontsize=11, rotation=90 if len(labels) > 8 else 0)
     axis.set_ylabel("KV bytes/s, % of copy")
-    axis.set_title(
-        "Decode: how fast the cache is read" if gpu else "Interpreted on a CPU: NOT a timing"
-    )
-    axis.legend()
+    axis.set_title("Decode: how fast the cache is read")
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     axis.grid(axis="x", visible=False)
+    return figure
+
+
+def _label(row: dict[str, Any]) -> str:
+    return f"B{row['B']} S{row['S']}\nD{row['D']} P{row['P']}"
+
+
+def draw_errors(checks: list[dict[str, Any]]) -> Any:
+    """What a CPU can show: the error of every variant beside its tolerance."""
+    common.style()
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(11, 1.5 + 0.7 * len(checks)))
+    names = [c["variant"] for c in checks]
+    axis.barh(names, [c["error"] for c in checks], color=common.PALETTE[0], label="error")
+    axis.plot(
+        [c["tolerance"] for c in checks],
+        names,
+        "|",
+        markersize=26,
+        color="black",
+        label="tolerance",
+    )
+    axis.set_xscale("log")
+    axis.set_xlim(1e-5, 3e-2)
+    axis.set_xlabel("relative error against float32")
+    axis.set_title("GPU kernels, interpreted on a CPU (no timings)")
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
