@@ -40,10 +40,15 @@ def sample(
     generated: how many tokens each request has so far; the draw's position.
     greedy: static; True when the caller knows that every row's temperature is 0.
     """
-    logits = _without_early_stop(logits, sampling, generated)
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if greedy:
-        return best
+    early = jnp.any(generated < sampling.min_tokens)
+
+    def masked(logits):
+        return _without_early_stop(logits, sampling, generated)
+
+    if greedy:  # tokens, not logits, come out of the branches: logits would be copied
+        return jax.lax.cond(early, lambda x: _greedy(masked(x)), _greedy, logits)
+    logits = jax.lax.cond(early, masked, lambda x: x, logits)
+    best = _greedy(logits)
     hot = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     scaled = logits / hot[:, None]
     # Unnormalised probabilities in [0, 1]: their bits sort as integers.
@@ -56,6 +61,16 @@ def sample(
     )
     drawn = _draw(p, jax.vmap(jax.random.uniform)(keys))
     return jnp.where(sampling.temperature > 0, drawn, best)
+
+
+def _greedy(logits) -> jax.Array:
+    """The first of the likeliest tokens, [B] int32; token 0 in a row with a NaN.
+
+    In two passes that vectorise: XLA's CPU backend takes 2.7 times as long for its `argmax`.
+    """
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    return jnp.min(jnp.where(logits < top, jnp.int32(logits.shape[1]), index), axis=-1)
 
 
 def logprobs_of(
@@ -77,13 +92,10 @@ def logprobs_of(
 def _without_early_stop(logits, sampling, generated):
     """Stop tokens cannot be chosen before `min_tokens`."""
 
-    def mask(logits):
-        early = (generated < sampling.min_tokens)[:, None] & (sampling.stop_ids >= 0)
-        column = jnp.where(early, sampling.stop_ids, logits.shape[1])  # out of range: dropped
-        row = jnp.broadcast_to(jnp.arange(logits.shape[0])[:, None], column.shape)
-        return logits.at[row, column].set(-jnp.inf, mode="drop")
-
-    return jax.lax.cond(jnp.any(generated < sampling.min_tokens), mask, lambda x: x, logits)
+    early = (generated < sampling.min_tokens)[:, None] & (sampling.stop_ids >= 0)
+    column = jnp.where(early, sampling.stop_ids, logits.shape[1])  # out of range: dropped
+    row = jnp.broadcast_to(jnp.arange(logits.shape[0])[:, None], column.shape)
+    return logits.at[row, column].set(-jnp.inf, mode="drop")
 
 
 def _keep_top_k(p, sampling):
