@@ -107,7 +107,7 @@ def simulated(lengths, page_size, memory_tokens):
     import simulator
 
     pages = memory_tokens // page_size
-    rows = min(128, memory_tokens)
+    rows = 256  # more than fit: memory is the limit
     policy = admission.paged(pages + 1, rows, LONGEST, page_size, watermark=pages // 50)
     found = {}
     for kind, trace in lengths.items():
