@@ -163,7 +163,8 @@ def test_a_write_that_fails_keeps_the_old_file(args, monkeypatch):
 
 
 _INTERRUPTED = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 sys.path.insert(0, sys.argv.pop())
 import common
 def run(args):
@@ -177,10 +178,12 @@ common.main("Doc.", run)
 
 def test_interrupt_leaves_nothing_half_written(tmp_path):
     command = [sys.executable, "-c", _INTERRUPTED, "--out", str(tmp_path), str(EXPERIMENTS)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "half\n"
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=300)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "half\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=300)
     assert process.returncode == 130
     assert said.endswith("error: interrupted\n")
     assert os.listdir(tmp_path) == []

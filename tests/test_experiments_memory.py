@@ -240,6 +240,7 @@ def test_a_trace_of_long_requests_fills_its_pages(tmp_path):
     assert found["policies"]["paged"]["used"] >= 98
 
 
+@pytest.mark.slow
 def test_the_claim_of_24_and_38_requests(tmp_path):
     found = outcome(concurrency_table, tmp_path)
     matched = found["matched"]
@@ -284,6 +285,7 @@ def test_memory_over_a_life(tmp_path):
     assert found["copied_tokens"]["grow_and_copy"] == sum(range(161, 161 + 64))
 
 
+@pytest.mark.slow
 def test_a_batch_in_a_large_pool_needs_no_more_memory(tmp_path):
     found = outcome(batch_allocation, tmp_path)
     assert len({row["temporary_bytes"] for row in found["by_pool"]}) == 1
