@@ -235,16 +235,23 @@ class Assembled(NamedTuple):
 def assemble(tools: Tools, ptx: str, arch: str) -> Assembled:
     """Runs ptxas and nvdisasm on a PTX module."""
     target = re.search(r"\.target (sm_\w+)", ptx)[1]
-    program = tools.ptxas_blackwell if GPUS[arch].capability[0] >= 10 else tools.ptxas
+    programs = [tools.ptxas, tools.ptxas_blackwell]  # the latter is newer and knows later PTX too
+    if GPUS[arch].capability[0] >= 10:
+        programs = [tools.ptxas_blackwell]
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "k.ptx", Path(folder) / "k.cubin"
         source.write_text(ptx)
-        said = subprocess.run(
-            [program, "-v", f"-arch={target}", source, "-o", cubin],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stderr
+        for program in programs:
+            done = subprocess.run(
+                [program, "-v", f"-arch={target}", source, "-o", cubin],
+                capture_output=True,
+                text=True,
+            )
+            said = done.stderr
+            if "Unsupported .version" not in said:
+                break
+        if done.returncode:
+            raise ValueError(f"{program.name} for {target}: {said.strip()[:300]}")
         sass = subprocess.run(
             [tools.nvdisasm, "-c", cubin], capture_output=True, text=True, check=True
         ).stdout
