@@ -22,7 +22,8 @@ JSON keys:
   by_page_size   list of {page_size, refused (the reason, or null), page_bytes, table_bytes,
                  table_percent, reserve_release_us, append_us, attention_ms, and for each kind of
                  lengths ("sharegpt", "alpaca") {waste_percent, requests_batched, preemptions,
-                 tokens_per_s}}; null where it was not measured
+                 tokens_per_s, tokens_per_step (output tokens a decode step: steps that recompute
+                 a preempted request count, the machine's load does not)}}; null where it was not measured
   recommended    {page_size, rule, waste_percent: {sharegpt, alpaca}}; page_size is null when
                  every size is refused
   near_best      for each kind of lengths the page sizes within 10% of the best throughput
@@ -241,8 +242,13 @@ def engine_requests(kind, trace, count, setting, seed):
     return [rng.integers(1, 256, n).tolist() for n in prompts], params
 
 
+def decode_steps(history):
+    """Decode steps of all program runs; they do not depend on how busy the machine is."""
+    return sum(record.steps for record in history if record.kind == "decode")
+
+
 def throughput(sizes, lengths, count, setting, repeats, seed):
-    """Output tokens a second at each page size, for each kind of lengths; all equal tokens."""
+    """Output tokens a second and a decode step at each page size, for each kind of lengths."""
     import jax.numpy as jnp
 
     from paxattn import LLM
@@ -273,9 +279,14 @@ def throughput(sizes, lengths, count, setting, repeats, seed):
         answers = in_pairs(serve, sizes, f"{kind}: compiling the engine")
         if any(answer != answers[0] for answer in answers):
             common.fail("page sizes changed the engine's tokens: this is a bug, please report it")
+        for engine in engines.values():
+            engine.history = []
         seconds = in_turns({size: lambda s=size: serve(s) for size in sizes}, repeats)
         for size in sizes:
-            found[size][kind] = total / seconds[size]
+            found[size][kind] = {
+                "tokens_per_s": total / seconds[size],
+                "tokens_per_step": repeats * total / decode_steps(engines[size].history),
+            }
     return found
 
 
@@ -378,7 +389,8 @@ def run(args):
         row["reserve_release_us"] = timed[1][size] * 1e6
         row["append_us"] = max(timed[2][size] - timed[1][size], 0) / APPENDS * 1e6
         for kind in KINDS:
-            row[kind]["tokens_per_s"] = speeds.get(size, {}).get(kind)
+            for key in ("tokens_per_s", "tokens_per_step"):
+                row[kind][key] = speeds.get(size, {}).get(kind, {}).get(key)
     result = {
         "environment": common.environment(),
         "config": {
@@ -412,7 +424,7 @@ def describe(args, result):
     rows = result["by_page_size"]
     heads = ("page size", "waste %, ShareGPT", "Alpaca", "batched, ShareGPT", "Alpaca")
     heads += ("table B", "reserve us", "append us", "attention ms")
-    heads += ("tokens/s, ShareGPT", "Alpaca", "")
+    heads += ("tokens/s, ShareGPT", "Alpaca", "tokens/step, ShareGPT", "Alpaca", "")
     share, alpaca = KINDS
     common.report(
         common.table(
@@ -432,6 +444,7 @@ def describe(args, result):
                         else round(row[kind]["tokens_per_s"])
                         for kind in KINDS
                     ),
+                    *(row[kind]["tokens_per_step"] for kind in KINDS),
                     "" if row["refused"] is None else "refused",
                 )
                 for row in rows

@@ -225,8 +225,11 @@ def test_the_engine_gives_equal_tokens_at_every_page_size():
     lengths = {"alpaca": SimpleNamespace(prompt_tokens=np.full(3, 4), output_tokens=np.full(3, 5))}
     setting = {"layers": 1, "rows": 4, "budget_tokens": 64, "longest": 32, "prompt": 8}
     found = block_size.throughput([8, 32], lengths, 3, setting, 1, 0)
-    assert found[8]["alpaca"] > 0
-    assert found[32]["alpaca"] > 0
+    # the 64 slots are 8 small pages, room for three requests of 9 tokens: 4 steps after the first
+    # token; or 2 large pages: two requests, and the third after them
+    assert found[8]["alpaca"]["tokens_per_step"] == 15 / 4
+    assert found[32]["alpaca"]["tokens_per_step"] == 15 / 8
+    assert all(found[size]["alpaca"]["tokens_per_s"] > 0 for size in (8, 32))
 
 
 def row(size, share, alpaca, refused=None):
