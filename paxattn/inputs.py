@@ -128,8 +128,8 @@ def _parse(i: int, item: Any, params: SamplingParams, tokenizer: Any, vocab_size
 def _tokenize(i: int, text: str, tokenizer: Any) -> list[int]:
     if tokenizer is None:
         raise ValueError(
-            f"prompt {i} is text, but this model has no tokenizer; pass token ids, or a model "
-            "folder that holds tokenizer.json"
+            f"prompt {i} is text, but this model has no tokenizer; pass token ids, or a model whose "
+            "folder holds tokenizer.json"
         )
     return list(tokenizer(text)["input_ids"])
 

@@ -52,8 +52,8 @@ class Scheduler:
         while self.waiting and self.free_rows:
             first = self.waiting[0]
             need = self.pages(len(first.prompt_ids) + len(first.outputs))
-            # One that was put back returns only when it need not be put back again at once.
-            headroom = len(self.running) if first.preemptions else 0
+            # The running ones' next tokens come first: otherwise it would be put back at once.
+            headroom = sum(s.stored % self.page_size == 0 for s in self.decoding())
             if not self.reserved and need + headroom > free_pages:
                 break
             free_pages -= self.pages(len(first.prompt_ids))
