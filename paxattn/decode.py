@@ -1,11 +1,12 @@
 """The compiled steps of the engine: the only place where it jits and donates.
 
-Three programs, each compiled once for each shape bucket:
+Four programs, each compiled once for each shape bucket:
   prefill   a packed chunk of prompt tokens of several sequences in one ragged call, and the first
             token of every sequence whose prompt it completes;
   decode    up to `MAX_STEPS` tokens for each row, page allocation included, without returning to
             the host; it comes back when a row ends, pages run out or the step budget is used up;
-  tables    reserve or release rows.
+  tables    reserve or release rows;
+  fork      rows that share their parents' full pages and copy the partial last one.
 
 A row's arithmetic does not depend on what else is in the batch: dense products of two or more
 rows give each row the same bits whatever their number, and attention cuts a sequence at absolute
@@ -48,6 +49,7 @@ class PrefillInputs(NamedTuple):
     cu_q_lens: jax.Array  # [S + 1] int32
     kv_lens: jax.Array  # [S] int32: tokens of each sequence stored after this chunk
     num_seqs: jax.Array  # [1] int32
+    sampled_at: jax.Array  # [S] int32: place in `tokens` after which output s is sampled
     generated: jax.Array  # [S] int32: output position of the token that is sampled
 
 
@@ -130,8 +132,8 @@ def _prefill(
     hidden, pool = model.apply(
         {"params": params}, inputs.tokens, inputs.positions, inputs.context_lens, pool, attend
     )
-    last = jnp.maximum(inputs.cu_q_lens[1:] - 1, 0)
-    logits = model.apply({"params": params}, hidden[last], method="unembed")
+    # One sequence may be sampled several times: the samples of a prompt that is computed once.
+    logits = model.apply({"params": params}, hidden[inputs.sampled_at], method="unembed")
     return State(pool, memory), _choose(logits, sampling, inputs.generated, choice)
 
 
@@ -269,6 +271,7 @@ class Programs:
         self.decode = self._by_choice("decode", partial(_decode, model))
         self.reserve = self._jit("tables", _reserve, donate=0)
         self.release = self._jit("tables", _release, donate=0)
+        self.fork = self._jit("fork", _fork, donate=0)
 
     def _jit(self, name: str, f: Callable, donate: int) -> Any:
         def traced(*args):
@@ -284,6 +287,12 @@ class Programs:
 
 def _reserve(memory: Any, lengths: jax.Array) -> tuple[Any, jax.Array]:
     return ops_of(memory).reserve(memory, lengths)
+
+
+def _fork(state: State, parents: jax.Array) -> tuple[State, jax.Array]:
+    """Rows b become copies of rows parents[b] ([B] int32; -1 for none), pages and content."""
+    memory, (sources, targets), ok = paged.fork(state.memory, parents)
+    return State(kv_pool.copy_pages(state.pool, sources, targets), memory), ok
 
 
 def _release(memory: Any, mask: jax.Array) -> Any:

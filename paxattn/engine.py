@@ -21,9 +21,9 @@ from paxattn.inputs import Prompt, compute_dtype, load_model, parse_prompts
 from paxattn.llama import Llama
 from paxattn.request import CompletionOutput, Logprob, RequestOutput
 from paxattn.request import Sequence as Running
-from paxattn.sampling import SamplingArrays
+from paxattn.sampling import SamplingArrays, sample_seed
 from paxattn.sampling_params import MAX_LOGPROBS, SamplingParams
-from paxattn.scheduler import Chunk, Scheduler
+from paxattn.scheduler import Chunk, Scheduler, children
 
 # (packed tokens, sequences) of one prefill, and the fewest rows of one decode. With eight or more,
 # a power of two, XLA's CPU backend gives a row the same bits in every bucket; below, its vector
@@ -115,6 +115,8 @@ class LLM:
         self._programs = Programs(Llama(self.config, self.dtype))
         self._requests = 0
         self._preemptions = 0
+        self._entry_steps = 0  # table entries, and pages in use, summed over decode steps
+        self._page_steps = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -184,12 +186,19 @@ class LLM:
         return sorted({_bucket(rows) for rows in range(1, self.capacity.max_rows + 1)})
 
     def stats(self) -> dict[str, Any]:
-        """Pages, tokens and programs as they stand now."""
+        """Pages, tokens and programs as they stand now.
+
+        A page that several sequences share is one page used and several `page_entries`;
+        `memory_saved` is the part of the entries that sharing saves, now, and `memory_saved_mean`
+        over all decode steps since the engine was made (the paper's figure 15). `tokens_held` and
+        `waste_tokens` count each sequence's tokens, shared or not.
+        """
         plan, memory = self.capacity, self._state.memory
         tokens = int(jnp.sum(memory.lengths))
         ops = contiguous if self.cache == "reserve-max" else paged
         free = int(ops.free_pages(memory))
         used = plan.num_pages - 1 - free
+        entries, shared = self._sharing()
         return {
             "cache": self.cache,
             "page_size": plan.page_size,
@@ -198,7 +207,11 @@ class LLM:
             "pages_used": used,
             "pages_cached": 0,
             "tokens_held": tokens,
-            "waste_tokens": used * plan.page_size - tokens,
+            "waste_tokens": entries * plan.page_size - tokens,
+            "pages_shared": shared,
+            "page_entries": entries,
+            "memory_saved": _saved(entries, used),
+            "memory_saved_mean": _saved(self._entry_steps, self._page_steps),
             "kv_cache_bytes": self._state.pool.nbytes,
             "max_num_seqs": plan.max_rows,
             "max_model_len": plan.max_model_len,
@@ -212,14 +225,16 @@ class LLM:
 
     def _run(self, prompts: Any, sampling_params: Any, stream: bool) -> Iterator[RequestOutput]:
         parsed = parse_prompts(prompts, sampling_params, self.tokenizer, self.config.vocab_size)
-        accepted: list[Running] = []
+        accepted: list[list[Running]] = []
         refused: list[RequestOutput] = []
         for i, prompt in enumerate(parsed):
             error = self.capacity.refusal(len(prompt.token_ids))
-            if error is None and prompt.params.n != 1:
-                error = f"n must be 1; got {prompt.params.n}"
             if error is None:
-                accepted.append(self._sequence(i, prompt))
+                error = self.capacity.group_refusal(
+                    len(prompt.token_ids), prompt.params.n, PREFILL_BUCKETS[-1][1]
+                )
+            if error is None:
+                accepted.append(self._samples(i, prompt))
             else:
                 refused.append(_refused(i, prompt, f"prompt {i}: {error}"))
         return self._serve(accepted, refused, stream)
@@ -231,15 +246,18 @@ class LLM:
             raise RuntimeError(
                 "this LLM is serving another call; exhaust or close that iterator first"
             )
-        for sequence in accepted:
-            sequence.arrived = time.perf_counter()
-            scheduler.add(sequence)
+        for samples in accepted:
+            for sequence in samples:
+                sequence.arrived = time.perf_counter()
+            # The traditional cache shares nothing: its samples are sequences like any others.
+            for group in [[s] for s in samples] if scheduler.reserved else [list(samples)]:
+                scheduler.add(group)
         try:
             while scheduler.has_work():
                 touched = self._advance(stream)
-                for sequence in touched:
-                    if stream or sequence.finish_reason:
-                        yield self._output(sequence)
+                for samples in {s.index: s.siblings for s in touched}.values():
+                    if stream or all(s.finish_reason for s in samples):
+                        yield self._output(samples)
         finally:
             self._abandon()
 
@@ -252,11 +270,10 @@ class LLM:
         chunks = scheduler.prefill_chunks(*PREFILL_BUCKETS[-1])
         if chunks:
             return self._prefill(chunks)
-        while scheduler.starved(self._free_pages()) and len(scheduler.running) > 1:
-            row = scheduler.running[-1].row
-            scheduler.preempt()
-            self._preemptions += 1
-            self._release([row])
+        while scheduler.starved(self._free_pages()) and scheduler.several_groups():
+            rows = scheduler.preempt()
+            self._preemptions += len(rows)
+            self._release(rows)
         return self._decode(scheduler.decoding(), stream)
 
     def _free_pages(self) -> int:
@@ -294,7 +311,8 @@ class LLM:
 
     def _prefill(self, chunks: list[Chunk]) -> list[Running]:
         total = sum(c.count for c in chunks)
-        t, s = next((t, s) for t, s in PREFILL_BUCKETS if t >= total and s >= len(chunks))
+        samples = sum(1 + len(children(c.sequence)) for c in chunks)
+        t, s = next((t, s) for t, s in PREFILL_BUCKETS if t >= total and s >= samples)
         inputs = PrefillInputs(
             tokens=np.zeros(t, np.int32),
             positions=np.zeros(t, np.int32),
@@ -304,9 +322,11 @@ class LLM:
             cu_q_lens=np.full(s + 1, total, np.int32),
             kv_lens=np.zeros(s, np.int32),
             num_seqs=np.asarray([len(chunks)], np.int32),
+            sampled_at=np.zeros(s, np.int32),
             generated=np.zeros(s, np.int32),
         )
         at = 0
+        outputs: list[Running] = []  # whose next token each sampled one is
         for i, (sequence, start, count) in enumerate(
             (c.sequence, c.start, c.count) for c in chunks
         ):
@@ -319,17 +339,20 @@ class LLM:
             inputs.cu_q_lens[i] = at
             inputs.kv_lens[i] = start + count
             at += count
-        sequences = [c.sequence for c in chunks]
-        choice = _choice(sequences)
+            for member in [sequence, *children(sequence)]:
+                inputs.sampled_at[len(outputs)] = at - 1
+                outputs.append(member)
+        choice = _choice(outputs)
         record = self._record_start("prefill")
         self._state, sampled = self._programs.prefill(choice)(
-            self.params, self._state, inputs, _sampling_arrays(sequences, s)
+            self.params, self._state, inputs, _sampling_arrays(outputs, s)
         )
+        for chunk in chunks:
+            chunk.sequence.stored += chunk.count
+        self._fork([s for s in outputs if s.parent is not None and s.parent.prefilled])
         sampled = jax.tree.map(np.asarray, sampled)
         touched, new = [], 0
-        for i, chunk in enumerate(chunks):
-            sequence = chunk.sequence
-            sequence.stored += chunk.count
+        for i, sequence in enumerate(outputs):
             if sequence.prefilled and not sequence.outputs:  # otherwise it is being replayed
                 self._accept(sequence, *_pick(sampled, i))
                 touched.append(sequence)
@@ -337,6 +360,19 @@ class LLM:
         self._record_end(record, 1, new)
         self._leave_finished(touched)
         return touched
+
+    def _fork(self, sequences: list[Running]) -> None:
+        """Each sequence takes the pages of its parent, whose prompt has just been computed."""
+        if not sequences:
+            return
+        parents = np.full(self.capacity.max_rows, -1, np.int32)
+        for s in sequences:
+            parents[s.row] = s.parent.row
+        self._state, ok = self._programs.fork(self._state, parents)
+        if not np.asarray(ok).all():
+            raise RuntimeError("the allocator refused pages that the scheduler had counted as free")
+        for s in sequences:
+            s.stored, s.parent = len(s.prompt_ids), None
 
     def _decode(self, sequences: list[Running], stream: bool) -> list[Running]:
         b = _bucket(len(sequences))
@@ -376,6 +412,10 @@ class LLM:
             if emitted > replayed:
                 touched.append(s)
         self._record_end(record, int(steps), new)
+        if not self._scheduler.reserved:
+            entries = sum(self._scheduler.pages(s.stored) for s in self._scheduler.running)
+            self._entry_steps += entries * int(steps)
+            self._page_steps += (self.capacity.num_pages - 1 - self._free_pages()) * int(steps)
         self._leave_finished(touched)
         return touched
 
@@ -422,7 +462,18 @@ class LLM:
 
     # ------------------------------------------------------------------ small parts
 
-    def _sequence(self, index: int, prompt: Prompt) -> Running:
+    def _sharing(self) -> tuple[int, int]:
+        """Table entries of all sequences, and how many pages stand in several of them."""
+        memory = self._state.memory
+        if self.cache == "reserve-max":
+            return int(contiguous.held_pages(memory).sum()), 0
+        entries = np.asarray(memory.block_tables)
+        entries = entries[entries != 0]
+        _, holders = np.unique(entries, return_counts=True)
+        return entries.size, int((holders > 1).sum())
+
+    def _samples(self, index: int, prompt: Prompt) -> list[Running]:
+        """The n sequences of one request."""
         params = prompt.params
         seed = params.seed
         if seed is None:
@@ -431,35 +482,33 @@ class LLM:
         stop_ids = list(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids += self.config.eos_token_ids
-        return Running(
-            index=index,
-            prompt=prompt.text,
-            prompt_ids=prompt.token_ids,
-            params=params,
-            limit=min(params.max_tokens, self.capacity.max_outputs(len(prompt.token_ids))),
-            stop_ids=tuple(dict.fromkeys(stop_ids)),
-            seed=((seed >> 32) % 2**32, seed % 2**32),
-        )
+        room = self.capacity.group_outputs(len(prompt.token_ids), params.n)
+        samples: list[Running] = []
+        for i in range(params.n):
+            own = sample_seed(seed, i)
+            samples.append(
+                Running(
+                    index=index,
+                    prompt=prompt.text,
+                    prompt_ids=prompt.token_ids,
+                    params=params,
+                    limit=min(params.max_tokens, room),
+                    stop_ids=tuple(dict.fromkeys(stop_ids)),
+                    seed=(own >> 32, own % 2**32),
+                    sample=i,
+                    siblings=samples,
+                )
+            )
+        return samples
 
-    def _output(self, s: Running) -> RequestOutput:
-        total = None
-        if s.params.logprobs is not None:
-            total = sum(entry[t].logprob for t, entry in zip(s.outputs, s.logprobs, strict=True))
-        completion = CompletionOutput(
-            index=0,
-            text=s.text,
-            token_ids=list(s.outputs),
-            cumulative_logprob=total,
-            logprobs=list(s.logprobs) if s.params.logprobs is not None else None,
-            finish_reason=s.finish_reason,
-            stop_reason=s.stop_reason,
-        )
+    def _output(self, samples: list[Running]) -> RequestOutput:
+        first = samples[0]
         return RequestOutput(
-            request_id=str(s.index),
-            prompt=s.prompt,
-            prompt_token_ids=list(s.prompt_ids),
-            outputs=[completion],
-            finished=s.finish_reason is not None,
+            request_id=str(first.index),
+            prompt=first.prompt,
+            prompt_token_ids=list(first.prompt_ids),
+            outputs=[_completion(s) for s in samples],
+            finished=all(s.finish_reason for s in samples),
         )
 
     def _record_start(self, kind: str) -> tuple | None:
@@ -489,6 +538,26 @@ class LLM:
                 preemptions=self._preemptions,
             )
         )
+
+
+def _completion(s: Running) -> CompletionOutput:
+    total = None
+    if s.params.logprobs is not None:
+        total = sum(entry[t].logprob for t, entry in zip(s.outputs, s.logprobs, strict=True))
+    return CompletionOutput(
+        index=s.sample,
+        text=s.text,
+        token_ids=list(s.outputs),
+        cumulative_logprob=total,
+        logprobs=list(s.logprobs) if s.params.logprobs is not None else None,
+        finish_reason=s.finish_reason,
+        stop_reason=s.stop_reason,
+    )
+
+
+def _saved(entries: int, pages: int) -> float:
+    """The part of `entries` pages that is not there because `pages` are shared."""
+    return 1 - pages / entries if entries else 0.0
 
 
 def _bucket(rows: int) -> int:
