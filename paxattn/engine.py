@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxattn import contiguous, kv_pool
+from paxattn import contiguous, kv_pool, prefix_cache
 from paxattn import memory as paged
 from paxattn.capacity import Capacity, plan_capacity
 from paxattn.decode import MAX_STEPS, Choice, DecodeInputs, PrefillInputs, Programs, State
@@ -66,6 +66,11 @@ class LLM:
       cache: "paged", or "reserve-max", the traditional cache that keeps room for `max_model_len`
         tokens for each running sequence.
       seed: of the requests that bring none.
+      enable_prefix_caching: full pages of prompts stay after their last user has gone, until the
+        free list needs them, and later prompts that begin with the same tokens do not compute them
+        again. Tokens are the same with and without. Off unless asked for: cached pages make one
+        caller's prompt faster for what another one sent, so tenants who must not learn that of
+        each other need a salt each: `{"prompt": ..., "cache_salt": "tenant"}`.
       compilation_cache: keep compiled programs in the user's cache folder for the next process.
 
     Raises:
@@ -84,6 +89,7 @@ class LLM:
         max_num_seqs: int = 32,
         cache: str = "paged",
         seed: int = 0,
+        enable_prefix_caching: bool = False,
         compilation_cache: bool = True,
     ):
         if cache not in ("paged", "reserve-max"):
@@ -102,6 +108,9 @@ class LLM:
         self.params = jax.tree.map(lambda x: jnp.asarray(x, self.dtype), loaded.params)
         self.cache = cache
         self.seed = seed
+        self.prefix_caching = bool(enable_prefix_caching)
+        if self.prefix_caching:
+            _check_prefix_caching(self.config, cache)
         self.capacity: Capacity = plan_capacity(
             self.config,
             dtype=self.dtype,
@@ -115,6 +124,7 @@ class LLM:
         self._programs = Programs(Llama(self.config, self.dtype))
         self._requests = 0
         self._preemptions = 0
+        self._prefix = {"hits": 0, "misses": 0, "evictions": 0, "saved_tokens": 0}
         self._entry_steps = 0  # table entries, and pages in use, summed over decode steps
         self._page_steps = 0
         self._reset()
@@ -128,6 +138,7 @@ class LLM:
                 c.num_layers, plan.num_pages, plan.page_size, c.num_kv_heads, c.head_dim, self.dtype
             ),
             ops.init(plan.num_pages, plan.max_rows, plan.pages_per_seq, plan.page_size),
+            prefix_cache.init(plan.num_pages, plan.page_size) if self.prefix_caching else None,
         )
         self._scheduler = Scheduler(plan.max_rows, plan.page_size, self.cache == "reserve-max")
 
@@ -142,7 +153,8 @@ class LLM:
 
         Args:
           prompts: one prompt or a list of them; a prompt is a string, a list of token ids, or a
-            chat (a list of {"role": ..., "content": ...}).
+            chat (a list of {"role": ..., "content": ...}), or a dict with one of them as "prompt"
+            and, with prefix caching, a "cache_salt".
           sampling_params: one for all prompts, or one for each.
 
         Returns:
@@ -191,13 +203,17 @@ class LLM:
         A page that several sequences share is one page used and several `page_entries`;
         `memory_saved` is the part of the entries that sharing saves, now, and `memory_saved_mean`
         over all decode steps since the engine was made (the paper's figure 15). `tokens_held` and
-        `waste_tokens` count each sequence's tokens, shared or not.
+        `waste_tokens` count each sequence's tokens, shared or not. `pages_cached` are those that
+        only the prefix cache holds: any sequence can have them. `prefix_hits` and `_misses` count
+        full prompt pages when a request is admitted for the first time (not when it returns from
+        a preemption), `prefix_saved_tokens` the prompt tokens that were therefore not computed.
         """
         plan, memory = self.capacity, self._state.memory
         tokens = int(jnp.sum(memory.lengths))
         ops = contiguous if self.cache == "reserve-max" else paged
         free = int(ops.free_pages(memory))
-        used = plan.num_pages - 1 - free
+        cached = 0 if self._state.prefix is None else self._free_pages() - free
+        used = plan.num_pages - 1 - free - cached
         entries, shared = self._sharing()
         return {
             "cache": self.cache,
@@ -205,7 +221,7 @@ class LLM:
             "pages_total": plan.num_pages - 1,
             "pages_free": free,
             "pages_used": used,
-            "pages_cached": 0,
+            "pages_cached": cached,
             "tokens_held": tokens,
             "waste_tokens": entries * plan.page_size - tokens,
             "pages_shared": shared,
@@ -215,6 +231,7 @@ class LLM:
             "kv_cache_bytes": self._state.pool.nbytes,
             "max_num_seqs": plan.max_rows,
             "max_model_len": plan.max_model_len,
+            **{f"prefix_{name}": count for name, count in self._prefix.items()},
             "preemptions": self._preemptions,
             "requests": self._requests,
             "compiled_programs": sum(self._programs.compiled.values()),
@@ -264,8 +281,9 @@ class LLM:
     def _advance(self, stream: bool) -> list[Running]:
         """One program run; returns the sequences that have new tokens."""
         scheduler = self._scheduler
-        admitted = scheduler.admit(self._free_pages())
-        if admitted:
+        if self._state.prefix is not None:
+            self._admit_cached()
+        elif admitted := scheduler.admit(self._free_pages()):
             self._reserve(admitted)
         chunks = scheduler.prefill_chunks(*PREFILL_BUCKETS[-1])
         if chunks:
@@ -274,17 +292,23 @@ class LLM:
             rows = scheduler.preempt()
             self._preemptions += len(rows)
             self._release(rows)
-        return self._decode(scheduler.decoding(), stream)
+        decoding = scheduler.decoding()
+        self._make_room(decoding)
+        return self._decode(decoding, stream)
 
     def _free_pages(self) -> int:
+        """Pages that a sequence could have: free, or idle in the prefix cache."""
         if self.cache == "reserve-max":
             return 0
+        if self._state.prefix is not None:
+            return int(self._programs.available(self._state.memory, self._state.prefix))
         return int(self._state.memory.allocator.num_free)
 
     def _abandon(self) -> None:
         """Gives back what a closed or failed call left behind."""
         scheduler = self._scheduler
         rows = [s.row for s in scheduler.running]
+        unfinished = any(not s.prefilled for s in scheduler.running)
         for sequence in list(scheduler.running):
             scheduler.finish(sequence)
         scheduler.waiting.clear()
@@ -292,6 +316,9 @@ class LLM:
             self._reset()
         elif rows:
             self._release(rows)
+            if unfinished and self._state.prefix is not None:
+                # Pages were entered whose content has never been computed.
+                self._keep(*self._programs.clear(self._state.memory, self._state.prefix))
 
     # ------------------------------------------------------------------ programs
 
@@ -304,9 +331,68 @@ class LLM:
         if not np.asarray(ok).all():
             raise RuntimeError("the allocator refused pages that the scheduler had counted as free")
 
+    def _admit_cached(self) -> None:
+        """Admits prompts one by one: what each one finds depends on those before it."""
+        scheduler = self._scheduler
+        size = self.capacity.page_size
+        while (group := scheduler.next_group()) is not None:
+            first = group[0]
+            length = len(first.prompt_ids)
+            tokens = np.zeros((self._table_width(scheduler.pages(length)), size), np.int32)
+            tokens.reshape(-1)[:length] = first.prompt_ids
+            memory, prefix, found = self._programs.admit(
+                self._state.memory,
+                self._state.prefix,
+                np.int32(scheduler.free_rows[-1]),
+                tokens,
+                np.int32(length),
+                prefix_cache.salt_of(first.cache_salt),
+                np.int32(scheduler.beyond_prompt(group)),
+            )
+            self._keep(memory, prefix)
+            found = jax.tree.map(int, jax.device_get(found))
+            if not found.ok:
+                return
+            scheduler.place()
+            first.stored = found.cached_tokens
+            self._prefix["evictions"] += found.evicted
+            if not first.preemptions:  # a prompt that comes back finds its own pages
+                self._prefix["hits"] += found.hits
+                self._prefix["misses"] += found.misses
+                self._prefix["saved_tokens"] += found.cached_tokens
+
+    def _table_width(self, pages: int) -> int:
+        """Pages padded to 8, 32, 128, ...: few programs."""
+        width = 8
+        while width < pages:
+            width *= 4
+        return min(width, self.capacity.pages_per_seq)
+
+    def _keep(self, memory: Any, prefix: Any) -> None:
+        self._state = self._state._replace(memory=memory, prefix=prefix)
+
+    def _make_room(self, sequences: list[Running]) -> None:
+        """Evicts as many idle pages as a whole decode program may want beyond the free list."""
+        if self._state.prefix is None:
+            return
+        pages = self._scheduler.pages
+        want = -int(self._state.memory.allocator.num_free)
+        for s in sequences:
+            steps = min(MAX_STEPS, s.limit - s.in_play)
+            want += pages(s.stored + steps) - pages(s.stored)
+        if want > 0:
+            memory, prefix, count = self._programs.evict(
+                self._state.memory, self._state.prefix, np.int32(want)
+            )
+            self._keep(memory, prefix)
+            self._prefix["evictions"] += int(count)
+
     def _release(self, rows: list[int]) -> None:
         mask = np.zeros(self.capacity.max_rows, bool)
         mask[rows] = True
+        if self._state.prefix is not None:
+            self._keep(*self._programs.release_cached(self._state.memory, self._state.prefix, mask))
+            return
         self._state = self._state._replace(memory=self._programs.release(self._state.memory, mask))
 
     def _prefill(self, chunks: list[Chunk]) -> list[Running]:
@@ -495,6 +581,7 @@ class LLM:
                     limit=min(params.max_tokens, room),
                     stop_ids=tuple(dict.fromkeys(stop_ids)),
                     seed=(own >> 32, own % 2**32),
+                    cache_salt=prompt.cache_salt,
                     sample=i,
                     siblings=samples,
                 )
@@ -616,6 +703,19 @@ def _refused(index: int, prompt: Prompt, error: str) -> RequestOutput:
         outputs=[completion],
         error=error,
     )
+
+
+def _check_prefix_caching(config: Any, cache: str) -> None:
+    if cache == "reserve-max":
+        raise ValueError(
+            "enable_prefix_caching needs cache='paged': the traditional cache shares nothing"
+        )
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.rope_type == "dynamic":
+        raise ValueError(
+            "enable_prefix_caching cannot serve rope_type 'dynamic': there a key depends on the "
+            "length of the whole prompt, so prompts of two lengths share no prefix"
+        )
 
 
 def _deleted(state: State) -> bool:

@@ -57,6 +57,7 @@ class Sequence:
     limit: int  # output tokens at which it ends
     stop_ids: tuple[int, ...]
     seed: tuple[int, int]
+    cache_salt: str | None = None
     sample: int = 0  # which of its request's completions this is
     siblings: list["Sequence"] = field(default_factory=list)  # all samples of the request, in order
     group: list["Sequence"] = field(default_factory=list)  # those that come and go together
