@@ -52,6 +52,34 @@ class Capacity:
         """Output tokens that a prompt can get; the last one is never stored."""
         return min(self.max_model_len, self.pool_tokens + 1) - prompt_tokens
 
+    def group_outputs(self, prompt_tokens: int, samples: int) -> int:
+        """The same for each of several samples that share the prompt's full pages.
+
+        All of them together must fit the pool, for they run together or not at all.
+        """
+        if samples == 1 or self.reserved:
+            return self.max_outputs(prompt_tokens)
+        shared = prompt_tokens // self.page_size
+        own = (self.num_pages - 1 - shared) // samples
+        room = (shared + own) * self.page_size + 1 - prompt_tokens
+        return min(room, self.max_outputs(prompt_tokens))
+
+    def group_refusal(self, prompt_tokens: int, samples: int, most: int) -> str | None:
+        """Why so many samples of a prompt can never run together, or None; `most` samples may."""
+        if samples == 1 or self.reserved:
+            return None
+        if samples > min(most, self.max_rows):
+            return (
+                f"n={samples} completions run together, but at most {min(most, self.max_rows)} "
+                "sequences can; lower n or raise max_num_seqs"
+            )
+        if self.group_outputs(prompt_tokens, samples) < 1:
+            return (
+                f"n={samples} completions of {prompt_tokens} tokens do not fit the pool of "
+                f"{self.num_pages - 1} pages together; lower n or raise kv_cache_bytes"
+            )
+        return None
+
 
 def plan_capacity(
     config: LlamaConfig,

@@ -1,12 +1,14 @@
 """The compiled steps of the engine: the only place where it jits and donates.
 
-Three programs, each compiled once for each shape bucket:
+Five programs, each compiled once for each shape bucket:
   prefill   a packed chunk of prompt tokens of several sequences in one ragged call, and the first
             token of every sequence whose prompt it completes;
   decode    up to `MAX_STEPS` tokens for each row, page allocation included, without returning to
             the host; it comes back when a row ends (half of the rows, where nobody waits for
             one), pages run out or the step budget is used up;
-  tables    reserve or release rows.
+  tables    reserve or release rows;
+  prefix    the same with a prefix cache: admit a prompt, release rows, evict idle pages;
+  fork      rows that share their parents' full pages and copy the partial last one.
 
 A row's arithmetic does not depend on what else is in the batch: dense products of two or more
 rows give each row the same bits whatever their number, and attention cuts a sequence at absolute
@@ -22,10 +24,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import paged_attention, ragged_paged_attention
-from paxattn import contiguous, kv_pool
+from paxattn import contiguous, kv_pool, prefix_cache
 from paxattn import memory as paged
 from paxattn.kv_pool import KVPool
 from paxattn.llama import Llama
+from paxattn.prefix_cache import PrefixCache
 from paxattn.sampling import HostArray, SamplingArrays, logprobs_of, sample
 
 MAX_STEPS = 32  # decode steps of one program run: the width of its output
@@ -36,6 +39,7 @@ class State(NamedTuple):
 
     pool: KVPool
     memory: Any  # paxattn.memory.PagedMemory or paxattn.contiguous.ReserveMax
+    prefix: PrefixCache | None = None
 
 
 class PrefillInputs(NamedTuple):
@@ -49,6 +53,7 @@ class PrefillInputs(NamedTuple):
     cu_q_lens: HostArray  # [S + 1] int32
     kv_lens: HostArray  # [S] int32: tokens of each sequence stored after this chunk
     num_seqs: HostArray  # [1] int32
+    sampled_at: HostArray  # [S] int32: place in `tokens` after which output s is sampled
     generated: HostArray  # [S] int32: output position of the token that is sampled
 
 
@@ -107,7 +112,7 @@ def _prefill(
     model: Llama, choice: Choice, params, state: State, inputs: PrefillInputs, sampling
 ) -> tuple[State, Sampled]:
     config = model.config
-    pool, memory = state
+    pool, memory, _ = state
     slots = ops_of(memory).slot_mapping(memory, inputs.token_rows, inputs.positions)
     tables, _ = _table_rows(memory, inputs.seq_rows)
     scale = config.head_dim**-0.5
@@ -132,9 +137,9 @@ def _prefill(
     hidden, pool = apply(
         {"params": params}, inputs.tokens, inputs.positions, inputs.context_lens, pool, attend
     )
-    last = jnp.maximum(inputs.cu_q_lens[1:] - 1, 0)
-    logits = apply({"params": params}, hidden[last], method="unembed")
-    return State(pool, memory), _choose(logits, sampling, inputs.generated, choice)
+    # One sequence may be sampled several times: the samples of a prompt that is computed once.
+    logits = apply({"params": params}, hidden[inputs.sampled_at], method="unembed")
+    return state._replace(pool=pool), _choose(logits, sampling, inputs.generated, choice)
 
 
 class _Loop(NamedTuple):
@@ -188,7 +193,7 @@ def _decode(
         written = Sampled(jnp.where(loop.active, tokens, -1), *chosen[1:])
         return _Loop(
             loop.step + 1,
-            State(pool, memory),
+            loop.state._replace(pool=pool, memory=memory),
             jnp.where(loop.active, tokens, loop.tokens),
             jnp.where(loop.active, generated, loop.generated),
             loop.active & ~ends,
@@ -274,8 +279,14 @@ class Programs:
         self.decode = self._by_choice("decode", partial(_decode, model))
         self.reserve = self._jit("tables", _reserve, donate=0)
         self.release = self._jit("tables", _release, donate=0)
+        self.fork = self._jit("fork", _fork, donate=0)
+        self.admit = self._jit("prefix", prefix_cache.admit, donate=(0, 1))
+        self.release_cached = self._jit("prefix", prefix_cache.release, donate=(0, 1))
+        self.evict = self._jit("prefix", prefix_cache.evict, donate=(0, 1))
+        self.clear = self._jit("prefix", prefix_cache.clear, donate=(0, 1))
+        self.available = self._jit("prefix", _available, donate=())
 
-    def _jit(self, name: str, f: Callable, donate: int) -> Any:
+    def _jit(self, name: str, f: Callable, donate: int | tuple[int, ...]) -> Any:
         def traced(*args):
             self.compiled[name] = self.compiled.get(name, 0) + 1
             return f(*args)
@@ -289,6 +300,16 @@ class Programs:
 
 def _reserve(memory: Any, lengths: jax.Array) -> tuple[Any, jax.Array]:
     return ops_of(memory).reserve(memory, lengths)
+
+
+def _fork(state: State, parents: jax.Array) -> tuple[State, jax.Array]:
+    """Rows b become copies of rows parents[b] ([B] int32; -1 for none), pages and content."""
+    memory, (sources, targets), ok = paged.fork(state.memory, parents)
+    return state._replace(pool=kv_pool.copy_pages(state.pool, sources, targets), memory=memory), ok
+
+
+def _available(memory: Any, cache: PrefixCache) -> jax.Array:
+    return memory.allocator.num_free + prefix_cache.idle_pages(memory, cache)
 
 
 def _release(memory: Any, mask: jax.Array) -> Any:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxattn import contiguous, kv_pool
+from paxattn import contiguous, kv_pool, prefix_cache
 from paxattn import memory as paged
 from paxattn.capacity import Capacity, plan_capacity
 from paxattn.decode import MAX_STEPS, Choice, DecodeInputs, PrefillInputs, Programs, State
@@ -21,9 +21,9 @@ from paxattn.inputs import Prompt, compute_dtype, load_model, parse_prompts
 from paxattn.llama import Llama
 from paxattn.request import CompletionOutput, Logprob, RequestOutput
 from paxattn.request import Sequence as Running
-from paxattn.sampling import SamplingArrays
+from paxattn.sampling import SamplingArrays, sample_seed
 from paxattn.sampling_params import MAX_LOGPROBS, SamplingParams
-from paxattn.scheduler import Chunk, Scheduler
+from paxattn.scheduler import Chunk, Scheduler, children
 
 # (packed tokens, sequences) of one prefill, and the fewest rows of one decode. With eight or more,
 # a power of two, XLA's CPU backend gives a row the same bits in every bucket; below, its vector
@@ -66,6 +66,11 @@ class LLM:
       cache: "paged", or "reserve-max", the traditional cache that keeps room for `max_model_len`
         tokens for each running sequence.
       seed: of the requests that bring none.
+      enable_prefix_caching: full pages of prompts stay after their last user has gone, until the
+        free list needs them, and later prompts that begin with the same tokens do not compute them
+        again. Tokens are the same with and without. Off unless asked for: cached pages make one
+        caller's prompt faster for what another one sent, so tenants who must not learn that of
+        each other need a salt each: `{"prompt": ..., "cache_salt": "tenant"}`.
       compilation_cache: keep compiled programs in the user's cache folder for the next process.
 
     Raises:
@@ -84,6 +89,7 @@ class LLM:
         max_num_seqs: int = 32,
         cache: str = "paged",
         seed: int = 0,
+        enable_prefix_caching: bool = False,
         compilation_cache: bool = True,
     ):
         if cache not in ("paged", "reserve-max"):
@@ -102,6 +108,9 @@ class LLM:
         self.params = jax.tree.map(lambda x: jnp.asarray(x, self.dtype), loaded.params)
         self.cache = cache
         self.seed = seed
+        self.prefix_caching = bool(enable_prefix_caching)
+        if self.prefix_caching:
+            _check_prefix_caching(self.config, cache)
         self.capacity: Capacity = plan_capacity(
             self.config,
             dtype=self.dtype,
@@ -115,6 +124,9 @@ class LLM:
         self._programs = Programs(Llama(self.config, self.dtype))
         self._requests = 0
         self._preemptions = 0
+        self._prefix = {"hits": 0, "misses": 0, "evictions": 0, "saved_tokens": 0}
+        self._entry_steps = 0  # table entries, and pages in use, summed over decode steps
+        self._page_steps = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -126,6 +138,7 @@ class LLM:
                 c.num_layers, plan.num_pages, plan.page_size, c.num_kv_heads, c.head_dim, self.dtype
             ),
             ops.init(plan.num_pages, plan.max_rows, plan.pages_per_seq, plan.page_size),
+            prefix_cache.init(plan.num_pages, plan.page_size) if self.prefix_caching else None,
         )
         self._scheduler = Scheduler(plan.max_rows, plan.page_size, self.cache == "reserve-max")
 
@@ -140,7 +153,8 @@ class LLM:
 
         Args:
           prompts: one prompt or a list of them; a prompt is a string, a list of token ids, or a
-            chat (a list of {"role": ..., "content": ...}).
+            chat (a list of {"role": ..., "content": ...}), or a dict with one of them as "prompt"
+            and, with prefix caching, a "cache_salt".
           sampling_params: one for all prompts, or one for each.
 
         Returns:
@@ -184,24 +198,40 @@ class LLM:
         return sorted({_bucket(rows) for rows in range(1, self.capacity.max_rows + 1)})
 
     def stats(self) -> dict[str, Any]:
-        """Pages, tokens and programs as they stand now."""
+        """Pages, tokens and programs as they stand now.
+
+        A page that several sequences share is one page used and several `page_entries`;
+        `memory_saved` is the part of the entries that sharing saves, now, and `memory_saved_mean`
+        over all decode steps since the engine was made (the paper's figure 15). `tokens_held` and
+        `waste_tokens` count each sequence's tokens, shared or not. `pages_cached` are those that
+        only the prefix cache holds: any sequence can have them. `prefix_hits` and `_misses` count
+        full prompt pages when a request is admitted for the first time (not when it returns from
+        a preemption), `prefix_saved_tokens` the prompt tokens that were therefore not computed.
+        """
         plan, memory = self.capacity, self._state.memory
         tokens = int(jnp.sum(memory.lengths))
         ops = contiguous if self.cache == "reserve-max" else paged
         free = int(ops.free_pages(memory))
-        used = plan.num_pages - 1 - free
+        cached = 0 if self._state.prefix is None else self._free_pages() - free
+        used = plan.num_pages - 1 - free - cached
+        entries, shared = self._sharing()
         return {
             "cache": self.cache,
             "page_size": plan.page_size,
             "pages_total": plan.num_pages - 1,
             "pages_free": free,
             "pages_used": used,
-            "pages_cached": 0,
+            "pages_cached": cached,
             "tokens_held": tokens,
-            "waste_tokens": used * plan.page_size - tokens,
+            "waste_tokens": entries * plan.page_size - tokens,
+            "pages_shared": shared,
+            "page_entries": entries,
+            "memory_saved": _saved(entries, used),
+            "memory_saved_mean": _saved(self._entry_steps, self._page_steps),
             "kv_cache_bytes": self._state.pool.nbytes,
             "max_num_seqs": plan.max_rows,
             "max_model_len": plan.max_model_len,
+            **{f"prefix_{name}": count for name, count in self._prefix.items()},
             "preemptions": self._preemptions,
             "requests": self._requests,
             "compiled_programs": sum(self._programs.compiled.values()),
@@ -212,14 +242,16 @@ class LLM:
 
     def _run(self, prompts: Any, sampling_params: Any, stream: bool) -> Iterator[RequestOutput]:
         parsed = parse_prompts(prompts, sampling_params, self.tokenizer, self.config.vocab_size)
-        accepted: list[Running] = []
+        accepted: list[list[Running]] = []
         refused: list[RequestOutput] = []
         for i, prompt in enumerate(parsed):
             error = self.capacity.refusal(len(prompt.token_ids))
-            if error is None and prompt.params.n != 1:
-                error = f"n must be 1; got {prompt.params.n}"
             if error is None:
-                accepted.append(self._sequence(i, prompt))
+                error = self.capacity.group_refusal(
+                    len(prompt.token_ids), prompt.params.n, PREFILL_BUCKETS[-1][1]
+                )
+            if error is None:
+                accepted.append(self._samples(i, prompt))
             else:
                 refused.append(_refused(i, prompt, f"prompt {i}: {error}"))
         return self._serve(accepted, refused, stream)
@@ -231,43 +263,52 @@ class LLM:
             raise RuntimeError(
                 "this LLM is serving another call; exhaust or close that iterator first"
             )
-        for sequence in accepted:
-            sequence.arrived = time.perf_counter()
-            scheduler.add(sequence)
+        for samples in accepted:
+            for sequence in samples:
+                sequence.arrived = time.perf_counter()
+            # The traditional cache shares nothing: its samples are sequences like any others.
+            for group in [[s] for s in samples] if scheduler.reserved else [list(samples)]:
+                scheduler.add(group)
         try:
             while scheduler.has_work():
                 touched = self._advance(stream)
-                for sequence in touched:
-                    if stream or sequence.finish_reason:
-                        yield self._output(sequence)
+                for samples in {s.index: s.siblings for s in touched}.values():
+                    if stream or all(s.finish_reason for s in samples):
+                        yield self._output(samples)
         finally:
             self._abandon()
 
     def _advance(self, stream: bool) -> list[Running]:
         """One program run; returns the sequences that have new tokens."""
         scheduler = self._scheduler
-        admitted = scheduler.admit(self._free_pages())
-        if admitted:
+        if self._state.prefix is not None:
+            self._admit_cached()
+        elif admitted := scheduler.admit(self._free_pages()):
             self._reserve(admitted)
         chunks = scheduler.prefill_chunks(*PREFILL_BUCKETS[-1])
         if chunks:
             return self._prefill(chunks)
-        while scheduler.starved(self._free_pages()) and len(scheduler.running) > 1:
-            row = scheduler.running[-1].row
-            scheduler.preempt()
-            self._preemptions += 1
-            self._release([row])
-        return self._decode(scheduler.decoding(), stream)
+        while scheduler.starved(self._free_pages()) and scheduler.several_groups():
+            rows = scheduler.preempt()
+            self._preemptions += len(rows)
+            self._release(rows)
+        decoding = scheduler.decoding()
+        self._make_room(decoding)
+        return self._decode(decoding, stream)
 
     def _free_pages(self) -> int:
+        """Pages that a sequence could have: free, or idle in the prefix cache."""
         if self.cache == "reserve-max":
             return 0
+        if self._state.prefix is not None:
+            return int(self._programs.available(self._state.memory, self._state.prefix))
         return int(self._state.memory.allocator.num_free)
 
     def _abandon(self) -> None:
         """Gives back what a closed or failed call left behind."""
         scheduler = self._scheduler
         rows = [s.row for s in scheduler.running]
+        unfinished = any(not s.prefilled for s in scheduler.running)
         for sequence in list(scheduler.running):
             scheduler.finish(sequence)
         scheduler.waiting.clear()
@@ -275,6 +316,9 @@ class LLM:
             self._reset()
         elif rows:
             self._release(rows)
+            if unfinished and self._state.prefix is not None:
+                # Pages were entered whose content has never been computed.
+                self._keep(*self._programs.clear(self._state.memory, self._state.prefix))
 
     # ------------------------------------------------------------------ programs
 
@@ -287,14 +331,74 @@ class LLM:
         if not np.asarray(ok).all():
             raise RuntimeError("the allocator refused pages that the scheduler had counted as free")
 
+    def _admit_cached(self) -> None:
+        """Admits prompts one by one: what each one finds depends on those before it."""
+        scheduler = self._scheduler
+        size = self.capacity.page_size
+        while (group := scheduler.next_group()) is not None:
+            first = group[0]
+            length = len(first.prompt_ids)
+            tokens = np.zeros((self._table_width(scheduler.pages(length)), size), np.int32)
+            tokens.reshape(-1)[:length] = first.prompt_ids
+            memory, prefix, found = self._programs.admit(
+                self._state.memory,
+                self._state.prefix,
+                np.int32(scheduler.free_rows[-1]),
+                tokens,
+                np.int32(length),
+                prefix_cache.salt_of(first.cache_salt),
+                np.int32(scheduler.beyond_prompt(group)),
+            )
+            self._keep(memory, prefix)
+            found = jax.tree.map(int, jax.device_get(found))
+            if not found.ok:
+                return
+            scheduler.place()
+            first.stored = found.cached_tokens
+            self._prefix["evictions"] += found.evicted
+            if not first.preemptions:  # a prompt that comes back finds its own pages
+                self._prefix["hits"] += found.hits
+                self._prefix["misses"] += found.misses
+                self._prefix["saved_tokens"] += found.cached_tokens
+
+    def _table_width(self, pages: int) -> int:
+        """Pages padded to 8, 32, 128, ...: few programs."""
+        width = 8
+        while width < pages:
+            width *= 4
+        return min(width, self.capacity.pages_per_seq)
+
+    def _keep(self, memory: Any, prefix: Any) -> None:
+        self._state = self._state._replace(memory=memory, prefix=prefix)
+
+    def _make_room(self, sequences: list[Running]) -> None:
+        """Evicts as many idle pages as a whole decode program may want beyond the free list."""
+        if self._state.prefix is None:
+            return
+        pages = self._scheduler.pages
+        want = -int(self._state.memory.allocator.num_free)
+        for s in sequences:
+            steps = min(MAX_STEPS, s.limit - s.in_play)
+            want += pages(s.stored + steps) - pages(s.stored)
+        if want > 0:
+            memory, prefix, count = self._programs.evict(
+                self._state.memory, self._state.prefix, np.int32(want)
+            )
+            self._keep(memory, prefix)
+            self._prefix["evictions"] += int(count)
+
     def _release(self, rows: list[int]) -> None:
         mask = np.zeros(self.capacity.max_rows, bool)
         mask[rows] = True
+        if self._state.prefix is not None:
+            self._keep(*self._programs.release_cached(self._state.memory, self._state.prefix, mask))
+            return
         self._state = self._state._replace(memory=self._programs.release(self._state.memory, mask))
 
     def _prefill(self, chunks: list[Chunk]) -> list[Running]:
         total = sum(c.count for c in chunks)
-        t, s = next((t, s) for t, s in PREFILL_BUCKETS if t >= total and s >= len(chunks))
+        samples = sum(1 + len(children(c.sequence)) for c in chunks)
+        t, s = next((t, s) for t, s in PREFILL_BUCKETS if t >= total and s >= samples)
         inputs = PrefillInputs(
             tokens=np.zeros(t, np.int32),
             positions=np.zeros(t, np.int32),
@@ -304,9 +408,11 @@ class LLM:
             cu_q_lens=np.full(s + 1, total, np.int32),
             kv_lens=np.zeros(s, np.int32),
             num_seqs=np.asarray([len(chunks)], np.int32),
+            sampled_at=np.zeros(s, np.int32),
             generated=np.zeros(s, np.int32),
         )
         at = 0
+        outputs: list[Running] = []  # whose next token each sampled one is
         for i, (sequence, start, count) in enumerate(
             (c.sequence, c.start, c.count) for c in chunks
         ):
@@ -319,17 +425,20 @@ class LLM:
             inputs.cu_q_lens[i] = at
             inputs.kv_lens[i] = start + count
             at += count
-        sequences = [c.sequence for c in chunks]
-        choice = _choice(sequences)
+            for member in [sequence, *children(sequence)]:
+                inputs.sampled_at[len(outputs)] = at - 1
+                outputs.append(member)
+        choice = _choice(outputs)
         record = self._record_start("prefill")
         self._state, sampled = self._programs.prefill(choice)(
-            self.params, self._state, inputs, _sampling_arrays(sequences, s)
+            self.params, self._state, inputs, _sampling_arrays(outputs, s)
         )
+        for chunk in chunks:
+            chunk.sequence.stored += chunk.count
+        self._fork([s for s in outputs if s.parent is not None and s.parent.prefilled])
         sampled = jax.tree.map(np.asarray, sampled)
         touched, new = [], 0
-        for i, chunk in enumerate(chunks):
-            sequence = chunk.sequence
-            sequence.stored += chunk.count
+        for i, sequence in enumerate(outputs):
             if sequence.prefilled and not sequence.outputs:  # otherwise it is being replayed
                 self._accept(sequence, *_pick(sampled, i))
                 touched.append(sequence)
@@ -337,6 +446,19 @@ class LLM:
         self._record_end(record, 1, new)
         self._leave_finished(touched)
         return touched
+
+    def _fork(self, sequences: list[Running]) -> None:
+        """Each sequence takes the pages of its parent, whose prompt has just been computed."""
+        if not sequences:
+            return
+        parents = np.full(self.capacity.max_rows, -1, np.int32)
+        for s in sequences:
+            parents[s.row] = s.parent.row
+        self._state, ok = self._programs.fork(self._state, parents)
+        if not np.asarray(ok).all():
+            raise RuntimeError("the allocator refused pages that the scheduler had counted as free")
+        for s in sequences:
+            s.stored, s.parent = len(s.prompt_ids), None
 
     def _decode(self, sequences: list[Running], stream: bool) -> list[Running]:
         b = _bucket(len(sequences))
@@ -376,6 +498,10 @@ class LLM:
             if emitted > replayed:
                 touched.append(s)
         self._record_end(record, int(steps), new)
+        if not self._scheduler.reserved:
+            entries = sum(self._scheduler.pages(s.stored) for s in self._scheduler.running)
+            self._entry_steps += entries * int(steps)
+            self._page_steps += (self.capacity.num_pages - 1 - self._free_pages()) * int(steps)
         self._leave_finished(touched)
         return touched
 
@@ -422,7 +548,18 @@ class LLM:
 
     # ------------------------------------------------------------------ small parts
 
-    def _sequence(self, index: int, prompt: Prompt) -> Running:
+    def _sharing(self) -> tuple[int, int]:
+        """Table entries of all sequences, and how many pages stand in several of them."""
+        memory = self._state.memory
+        if self.cache == "reserve-max":
+            return int(contiguous.held_pages(memory).sum()), 0
+        entries = np.asarray(memory.block_tables)
+        entries = entries[entries != 0]
+        _, holders = np.unique(entries, return_counts=True)
+        return entries.size, int((holders > 1).sum())
+
+    def _samples(self, index: int, prompt: Prompt) -> list[Running]:
+        """The n sequences of one request."""
         params = prompt.params
         seed = params.seed
         if seed is None:
@@ -431,35 +568,34 @@ class LLM:
         stop_ids = list(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids += self.config.eos_token_ids
-        return Running(
-            index=index,
-            prompt=prompt.text,
-            prompt_ids=prompt.token_ids,
-            params=params,
-            limit=min(params.max_tokens, self.capacity.max_outputs(len(prompt.token_ids))),
-            stop_ids=tuple(dict.fromkeys(stop_ids)),
-            seed=((seed >> 32) % 2**32, seed % 2**32),
-        )
+        room = self.capacity.group_outputs(len(prompt.token_ids), params.n)
+        samples: list[Running] = []
+        for i in range(params.n):
+            own = sample_seed(seed, i)
+            samples.append(
+                Running(
+                    index=index,
+                    prompt=prompt.text,
+                    prompt_ids=prompt.token_ids,
+                    params=params,
+                    limit=min(params.max_tokens, room),
+                    stop_ids=tuple(dict.fromkeys(stop_ids)),
+                    seed=(own >> 32, own % 2**32),
+                    cache_salt=prompt.cache_salt,
+                    sample=i,
+                    siblings=samples,
+                )
+            )
+        return samples
 
-    def _output(self, s: Running) -> RequestOutput:
-        total = None
-        if s.params.logprobs is not None:
-            total = sum(entry[t].logprob for t, entry in zip(s.outputs, s.logprobs, strict=True))
-        completion = CompletionOutput(
-            index=0,
-            text=s.text,
-            token_ids=list(s.outputs),
-            cumulative_logprob=total,
-            logprobs=list(s.logprobs) if s.params.logprobs is not None else None,
-            finish_reason=s.finish_reason,
-            stop_reason=s.stop_reason,
-        )
+    def _output(self, samples: list[Running]) -> RequestOutput:
+        first = samples[0]
         return RequestOutput(
-            request_id=str(s.index),
-            prompt=s.prompt,
-            prompt_token_ids=list(s.prompt_ids),
-            outputs=[completion],
-            finished=s.finish_reason is not None,
+            request_id=str(first.index),
+            prompt=first.prompt,
+            prompt_token_ids=list(first.prompt_ids),
+            outputs=[_completion(s) for s in samples],
+            finished=all(s.finish_reason for s in samples),
         )
 
     def _record_start(self, kind: str) -> tuple | None:
@@ -489,6 +625,26 @@ class LLM:
                 preemptions=self._preemptions,
             )
         )
+
+
+def _completion(s: Running) -> CompletionOutput:
+    total = None
+    if s.params.logprobs is not None:
+        total = sum(entry[t].logprob for t, entry in zip(s.outputs, s.logprobs, strict=True))
+    return CompletionOutput(
+        index=s.sample,
+        text=s.text,
+        token_ids=list(s.outputs),
+        cumulative_logprob=total,
+        logprobs=list(s.logprobs) if s.params.logprobs is not None else None,
+        finish_reason=s.finish_reason,
+        stop_reason=s.stop_reason,
+    )
+
+
+def _saved(entries: int, pages: int) -> float:
+    """The part of `entries` pages that is not there because `pages` are shared."""
+    return 1 - pages / entries if entries else 0.0
 
 
 def _bucket(rows: int) -> int:
@@ -547,6 +703,19 @@ def _refused(index: int, prompt: Prompt, error: str) -> RequestOutput:
         outputs=[completion],
         error=error,
     )
+
+
+def _check_prefix_caching(config: Any, cache: str) -> None:
+    if cache == "reserve-max":
+        raise ValueError(
+            "enable_prefix_caching needs cache='paged': the traditional cache shares nothing"
+        )
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.rope_type == "dynamic":
+        raise ValueError(
+            "enable_prefix_caching cannot serve rope_type 'dynamic': there a key depends on the "
+            "length of the whole prompt, so prompts of two lengths share no prefix"
+        )
 
 
 def _deleted(state: State) -> bool:

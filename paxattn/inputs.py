@@ -13,6 +13,7 @@ class Prompt(NamedTuple):
     text: str | None
     token_ids: list[int]
     params: SamplingParams
+    cache_salt: str | None = None  # prompts share cached pages with those of equal salt only
 
 
 def compute_dtype(name: str) -> jnp.dtype | None:
@@ -88,6 +89,9 @@ def _is_message(x: Any) -> bool:
 
 
 def _parse(i: int, item: Any, params: SamplingParams, tokenizer: Any, vocab_size: int) -> Prompt:
+    salt = item.get("cache_salt") if isinstance(item, Mapping) else None
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ValueError(f"prompt {i}: cache_salt must be a non-empty string; got {salt!r}")
     if isinstance(item, Mapping) and "prompt_token_ids" in item:
         item = item["prompt_token_ids"]
     elif isinstance(item, Mapping) and "prompt" in item:
@@ -122,7 +126,7 @@ def _parse(i: int, item: Any, params: SamplingParams, tokenizer: Any, vocab_size
             raise ValueError(
                 f"prompt {i}: stop_token_ids holds {t}, outside the vocabulary of {vocab_size}"
             )
-    return Prompt(text, ids, params)
+    return Prompt(text, ids, params, salt)
 
 
 def _tokenize(i: int, text: str, tokenizer: Any) -> list[int]:

@@ -57,6 +57,11 @@ class Sequence:
     limit: int  # output tokens at which it ends
     stop_ids: tuple[int, ...]
     seed: tuple[int, int]
+    cache_salt: str | None = None
+    sample: int = 0  # which of its request's completions this is
+    siblings: list["Sequence"] = field(default_factory=list)  # all samples of the request, in order
+    group: list["Sequence"] = field(default_factory=list)  # those that come and go together
+    parent: "Sequence | None" = None  # whose prompt pages it will share once they are computed
     outputs: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     text: str = ""

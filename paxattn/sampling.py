@@ -12,6 +12,22 @@ import numpy as np
 
 _ONE = int(np.float32(1.0).view(np.int32))  # the bits of 1.0
 _BLOCK = 128
+_MASK = 2**64 - 1
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """Seed of completion number `sample` of a request; completion 0 has the request's own.
+
+    A request of its own with this seed gives the same tokens. Both are taken modulo 2**64; the
+    mixing is SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014), so that neighbouring
+    seeds give unrelated streams.
+    """
+    if sample == 0:
+        return seed & _MASK
+    x = (seed + sample * 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
 
 HostArray = Any  # NumPy, filled in on the host; a jax.Array inside the programs
 

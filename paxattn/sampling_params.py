@@ -13,7 +13,8 @@ class SamplingParams:
     """One request's sampling.
 
     Args:
-      n: completions of one prompt.
+      n: completions of one prompt. They share the prompt's pages; each has a seed of its own, see
+        `sampling.sample_seed`.
       temperature: 0 takes the likeliest token (greedy); otherwise logits are divided by it.
       top_k: keep the k likeliest tokens; 0 or -1 keeps all.
       top_p: keep the likeliest tokens whose probabilities sum to at least this; in (0, 1].

@@ -1,8 +1,10 @@
 """Which sequence runs next: plain Python over plain numbers, no arrays.
 
-First come, first served. A sequence is admitted when a row is free and its tokens' pages are free;
-it never overtakes an older one. When pages run out, the youngest one running gives its pages back
-and waits at the head of the queue; its tokens are replayed when it returns.
+First come, first served. What comes and goes is a group: the samples of one prompt, or a sequence
+alone. It is admitted when its rows and its tokens' pages are free; it never overtakes an older one.
+Its first member computes the prompt, and the others then share those pages. When pages run out, the
+youngest group that runs gives its pages back and waits at the head of the queue; its tokens are
+replayed when it returns.
 """
 
 from collections import deque
@@ -32,7 +34,7 @@ class Scheduler:
     def __init__(self, rows: int, page_size: int, reserved: bool = False):
         self.page_size = page_size
         self.reserved = reserved
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[list[Sequence]] = deque()
         self.running: list[Sequence] = []  # oldest admission first
         self.free_rows = list(range(rows - 1, -1, -1))
         self.preemptions = 0
@@ -40,41 +42,75 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+    def add(self, group: list[Sequence]) -> None:
+        for sequence in group:
+            sequence.group = group
+        self.waiting.append(group)
 
     def pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
     def admit(self, free_pages: int) -> list[Sequence]:
-        """Moves from waiting to running what fits now, in order, and gives each a row."""
+        """Moves from waiting to running what fits now, in order, and gives each member a row.
+
+        Returns the first member of each group: the one that computes the prompt.
+        """
         admitted = []
-        while self.waiting and self.free_rows:
-            first = self.waiting[0]
-            need = self.pages(len(first.prompt_ids) + len(first.outputs))
-            # The running ones' next tokens come first: otherwise it would be put back at once.
-            headroom = sum(s.stored % self.page_size == 0 for s in self.decoding())
-            if not self.reserved and need + headroom > free_pages:
+        while (group := self.next_group()) is not None:
+            first = group[0]
+            prompt = self.pages(len(first.prompt_ids))
+            if not self.reserved and prompt + self.beyond_prompt(group) > free_pages:
                 break
-            free_pages -= self.pages(len(first.prompt_ids))
-            self.waiting.popleft()
-            first.row = self.free_rows.pop()
-            first.stored = 0
-            self.running.append(first)
-            admitted.append(first)
+            free_pages -= prompt
+            admitted.append(self.place())
         return admitted
 
+    def next_group(self) -> list[Sequence] | None:
+        """The oldest group that waits, if there are rows for it."""
+        if self.waiting and len(self.waiting[0]) <= len(self.free_rows):
+            return self.waiting[0]
+        return None
+
+    def beyond_prompt(self, group: list[Sequence]) -> int:
+        """Pages that must be free beside the group's prompt for it to be admitted now."""
+        pages = self._owed()
+        first = group[0]
+        prompt, full = self.pages(len(first.prompt_ids)), len(first.prompt_ids) // self.page_size
+        for sequence in group:
+            pages += self.pages(len(sequence.prompt_ids) + len(sequence.outputs)) - prompt
+        pages += (len(group) - 1) * (prompt - full)
+        # The running ones' next tokens come first: otherwise it would be put back at once.
+        return pages + sum(s.stored % self.page_size == 0 for s in self.decoding())
+
+    def _owed(self) -> int:
+        """Pages that the copies of partial prompt pages will take, for prompts not computed yet."""
+        return sum(
+            len(s.prompt_ids) % self.page_size > 0 for s in self.running if s.parent is not None
+        )
+
+    def place(self) -> Sequence:
+        """Lets the oldest waiting group run; returns the member that computes the prompt."""
+        group = self.waiting.popleft()
+        for sequence in group:
+            sequence.row = self.free_rows.pop()
+            sequence.stored = 0
+            sequence.parent = None if sequence is group[0] else group[0]
+            self.running.append(sequence)
+        return group[0]
+
     def prefill_chunks(self, tokens: int, sequences: int) -> list[Chunk]:
-        """Prompt parts to compute next: at most `tokens` tokens of at most `sequences`."""
+        """Prompt parts to compute next: at most `tokens` tokens for `sequences` samples."""
         chunks: list[Chunk] = []
         for sequence in self.running:
-            if sequence.prefilled:
+            if sequence.prefilled or sequence.parent is not None:
                 continue
-            if tokens == 0 or len(chunks) == sequences:
+            samples = 1 + len(children(sequence))
+            if tokens == 0 or samples > sequences:
                 break
             count = min(tokens, len(sequence.prompt_ids) - sequence.stored)
             chunks.append(Chunk(sequence, sequence.stored, count))
             tokens -= count
+            sequences -= samples
         return chunks
 
     def decoding(self) -> list[Sequence]:
@@ -86,20 +122,32 @@ class Scheduler:
             return False
         return sum(s.stored % self.page_size == 0 for s in self.decoding()) > free_pages
 
-    def preempt(self) -> Sequence:
-        """Puts the youngest running sequence back at the head of the queue."""
-        youngest = self.running.pop()
-        self._leave(youngest)
-        youngest.stored = 0
-        youngest.preemptions += 1
-        self.preemptions += 1
-        self.waiting.appendleft(youngest)
-        return youngest
+    def several_groups(self) -> bool:
+        return bool(self.running) and self.running[0].group is not self.running[-1].group
+
+    def preempt(self) -> list[int]:
+        """Puts the youngest running group back at the head of the queue; returns its rows."""
+        group = self.running[-1].group
+        rows = [s.row for s in group]
+        for sequence in group:
+            self.running.remove(sequence)
+            self._leave(sequence)
+            sequence.stored = 0
+            sequence.preemptions += 1
+            self.preemptions += 1
+        self.waiting.appendleft(group)
+        return rows
 
     def finish(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        sequence.group.remove(sequence)
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         self.free_rows.append(sequence.row)
         sequence.row = -1
+
+
+def children(sequence: Sequence) -> list[Sequence]:
+    """The members of its group that wait for the prompt that it computes."""
+    return [s for s in sequence.group if s.parent is sequence]
