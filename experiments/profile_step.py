@@ -1,0 +1,453 @@
+"""Where a decode step's time goes, part by part, against what the machine could do at best.
+
+Each part is a compiled program of its own on the model's real sizes: the dense layers, the
+unembedding, attention over pages, the KV write, page allocation and sampling; beside them the whole
+step, the whole step on the traditional (contiguous) cache, and one on a pool ten times larger. All
+programs take turns, round after round, so a change of the machine's mood meets all of them alike.
+Parts overlap and fuse in the whole step, so their sum need not be its time.
+
+The floor of a part is max(bytes / bandwidth, operations / peak), both measured in the same run:
+bandwidth by summing a large array, peak by a large matrix product in the same dtype.
+
+JSON keys (DIR/profile_step.json):
+  environment, config
+  bandwidth_bytes_per_s, peak_flops
+  steps                     one object for each batch size and context:
+    batch, context
+    parts                     by name: median_ms, cpu_ms (CPU time of all threads), floor_ms, ratio,
+                              temporary_bytes
+    paged_over_contiguous     whole step on pages / on the contiguous cache, median of the rounds
+    pool_10x                  whole step on a pool ten times larger / on its own pool
+    *_cpu                     both again in CPU time, which other processes disturb less
+    allocation_share          page allocation / whole step
+  allocator                 an append and release of 256 sequences: ms with 1k and with 1M pages,
+                            and `ratio`
+  host                      `LLM.generate` on 8 requests: share of its time outside the programs
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+
+PAGE = 16
+
+
+def options(parser) -> None:
+    parser.add_argument("--model", help="Hugging Face folder or hub id, GGUF file or checkpoint")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    parser.add_argument("--batch", type=int, nargs="+", help="default: 8 32; quick: 8")
+    parser.add_argument("--context", type=int, nargs="+", help="default: 256 1024; quick: 64")
+    parser.add_argument("--layers", type=int, help="only the first ones (default: all; quick: 4)")
+    parser.add_argument("--rounds", type=int, help="default: 15; quick: 3")
+
+
+def run(args) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from convert import load
+
+    model = load(args.model, args.dtype, progress=True)
+    model = first_layers(model, args.layers or (4 if args.quick else model.config.num_layers))
+    dtype = jnp.dtype(args.dtype)
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), model.params)
+    rounds = args.rounds or (3 if args.quick else 15)
+    limits = machine(dtype)
+    steps = [
+        profile(model.config, params, dtype, batch, context, rounds, limits)
+        for batch in args.batch or ((8,) if args.quick else (8, 32))
+        for context in args.context or ((64,) if args.quick else (256, 1024))
+    ]
+    result = {
+        "environment": common.environment(),
+        "config": {
+            "model": Path(model.source).name,
+            "dtype": args.dtype,
+            "layers": model.config.num_layers,
+            "page_size": PAGE,
+            "rounds": rounds,
+        },
+        **limits,
+        "steps": steps,
+        "allocator": allocator_cost(10_000 if args.quick else 1_000_000, rounds),
+        "host": host_share(model, args),
+    }
+    path = common.write_json(args, result)
+    figure = draw(args, result)
+    common.report(
+        "", *(describe(s) + "\n" for s in steps), closing(result), f"wrote {path}, {figure}"
+    )
+
+
+def first_layers(model, count: int):
+    """The model cut after `count` layers."""
+    if not 1 <= count <= model.config.num_layers:
+        common.fail(f"--layers must be in 1..{model.config.num_layers}, got {count}")
+    dropped = {f"layers_{i}" for i in range(count, model.config.num_layers)}
+    return model._replace(
+        config=replace(model.config, num_layers=count),
+        params={k: v for k, v in model.params.items() if k not in dropped},
+    )
+
+
+# --- timing -------------------------------------------------------------------------------------
+
+
+def take_turns(programs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
+    """[rounds, 2] seconds of every program: on the clock, and of CPU time in all threads."""
+    import jax
+
+    times: dict[str, list] = {name: [] for name in programs}
+    for i in range(rounds + 1):
+        for name, program in programs.items():
+            cpu, clock = time.process_time(), time.perf_counter()
+            jax.block_until_ready(program())
+            if i:  # the first round warms up
+                times[name].append((time.perf_counter() - clock, time.process_time() - cpu))
+    return {name: np.array(t) for name, t in times.items()}
+
+
+def machine(dtype) -> dict[str, float]:
+    """What this machine reaches: bytes/s of reading memory, floating point operations/s."""
+    import jax
+    import jax.numpy as jnp
+
+    size = 2**27 // 4
+    array = jnp.ones(size, jnp.float32)
+    n = 2048
+    a = jnp.ones((n, n), dtype)
+    dot = jax.jit(
+        lambda a, b: jax.lax.dot_general(
+            a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+    )
+    total = jax.jit(lambda x: jnp.sum(x.reshape(64, -1), axis=1))
+    times = take_turns({"sum": lambda: total(array), "dot": lambda: dot(a, a)}, 7)
+    best = {name: float(t[:, 0].min()) for name, t in times.items()}
+    return {
+        "bandwidth_bytes_per_s": size * 4 / best["sum"],
+        "peak_flops": 2 * n**3 / best["dot"],
+    }
+
+
+# --- one step in parts --------------------------------------------------------------------------
+
+
+def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, Any]:
+    """Times every part at one batch size and context (the new token included)."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import paged_attention
+    from paxattn import contiguous, kv_pool, memory
+    from paxattn.decode import decode_logits
+    from paxattn.llama import Llama
+    from paxattn.sampling import SamplingArrays, sample
+
+    c = config
+    net = Llama(c, dtype)
+    pages = -(-context // PAGE)
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, c.vocab_size, batch), jnp.int32)
+    lengths = jnp.full(batch, context - 1, jnp.int32)
+
+    def pool_of(num_pages: int):
+        return kv_pool.init(c.num_layers, num_pages, PAGE, c.num_kv_heads, c.head_dim, dtype)
+
+    def paged_memory(num_pages: int):
+        empty = memory.init(num_pages, batch, pages, PAGE)
+        # Scattered pages, as after a while of serving.
+        order = np.asarray(empty.allocator.free_list).copy()
+        rng.shuffle(order[: num_pages - 1])
+        allocator = empty.allocator._replace(free_list=jnp.asarray(order))
+        state = replace(empty, allocator=allocator)
+        return memory.reserve(state, lengths)[0]
+
+    def whole(ops, params, pool, state, tokens):
+        state, slots, _ = ops.append(state, jnp.ones(batch, bool))
+        logits, pool = decode_logits(
+            net, params, pool, tokens, state.block_tables, state.lengths, slots
+        )
+        return pool, jnp.argmax(logits, axis=-1)
+
+    def whole_program(ops, num_pages, state):
+        f = jax.jit(partial(whole, ops), donate_argnums=1)
+        return in_place(f, params, pool_of(num_pages), state, tokens)
+
+    size = batch * pages + 1
+    grown = jax.tree.map(jnp.copy, memory.append(paged_memory(size), jnp.ones(batch, bool))[0])
+    slots = memory.slot_mapping(grown, jnp.arange(batch, dtype=jnp.int32), lengths)
+    q = jnp.asarray(rng.normal(size=(batch, c.num_heads, c.head_dim)), dtype)
+    kv = jnp.asarray(rng.normal(size=(batch, c.num_kv_heads, c.head_dim)), dtype)
+
+    def attention(pool, q, tables, lengths):
+        for layer in range(c.num_layers):
+            q = paged_attention(
+                q,
+                pool.k[layer],
+                pool.v[layer],
+                tables,
+                lengths,
+                sm_scale=c.head_dim**-0.5,
+                kv_layout=pool.layout,
+                kv_dtype=pool.kv_dtype,
+            )
+        return q
+
+    def write(pool, k, slots):
+        for layer in range(c.num_layers):
+            pool = kv_pool.write(pool, layer, k, k, slots)
+        return pool, ()
+
+    def dense(params, tokens, lengths):
+        attend = lambda layer, q, k, v, cache: (q, cache)  # noqa: E731
+        return net.apply({"params": params}, tokens, lengths, lengths, None, attend)[0]
+
+    unembed = jax.jit(lambda p, x: net.apply({"params": p}, x, method="unembed"))
+    hidden = jnp.asarray(rng.normal(size=(batch, c.hidden_size)), jnp.float32)
+    logits = unembed(params, hidden)
+    sampling = SamplingArrays(
+        temperature=jnp.zeros(batch, jnp.float32),
+        top_k=jnp.zeros(batch, jnp.int32),
+        top_p=jnp.ones(batch, jnp.float32),
+        min_p=jnp.zeros(batch, jnp.float32),
+        seed=jnp.zeros((batch, 2), jnp.uint32),
+        min_tokens=jnp.zeros(batch, jnp.int32),
+        stop_ids=jnp.full((batch, 4), -1, jnp.int32),
+    )
+    hot = sampling._replace(temperature=jnp.ones(batch, jnp.float32))
+    zero = jnp.zeros(batch, jnp.int32)
+    pool = pool_of(size)
+    jitted: dict[str, tuple] = {
+        "dense layers": (jax.jit(dense), params, tokens, lengths),
+        "unembedding": (unembed, params, hidden),
+        "attention": (jax.jit(attention), pool, q, grown.block_tables, grown.lengths),
+        "allocation": (jax.jit(memory.append), paged_memory(size), jnp.ones(batch, bool)),
+        "greedy choice": (jax.jit(partial(sample, greedy=True)), logits, sampling, zero),
+        "sampling": (jax.jit(partial(sample, greedy=False)), logits, hot, zero),
+    }
+    programs = {name: partial(f, *xs) for name, (f, *xs) in jitted.items()}
+    temporaries = {
+        name: f.lower(*xs).compile().memory_analysis().temp_size_in_bytes
+        for name, (f, *xs) in jitted.items()
+    }
+    programs["KV write"] = in_place(jax.jit(write, donate_argnums=0), pool_of(size), kv, slots)
+    programs["whole step"] = whole_program(memory, size, paged_memory(size))
+    reserved = contiguous.init(size, batch, pages, PAGE)
+    reserved = contiguous.reserve(reserved, lengths)[0]
+    programs["whole step, contiguous"] = whole_program(contiguous, size, reserved)
+    large = 10 * size
+    programs["whole step, 10x pool"] = whole_program(memory, large, paged_memory(large))
+    times = take_turns(programs, rounds)
+
+    floors = floor_seconds(c, dtype, batch, context, params, limits)
+    parts = {}
+    for name, t in times.items():
+        median, cpu = np.median(t, axis=0)
+        floor = floors.get(name.partition(",")[0])
+        parts[name] = {
+            "median_ms": 1e3 * median,
+            "cpu_ms": 1e3 * cpu,
+            "floor_ms": None if floor is None else 1e3 * floor,
+            "ratio": None if floor is None else median / floor,
+            "temporary_bytes": temporaries.get(name),
+        }
+
+    def over(name: str, other: str, column: int) -> float:
+        return float(np.median(times[name][:, column] / times[other][:, column]))
+
+    return {
+        "batch": batch,
+        "context": context,
+        "parts": parts,
+        "paged_over_contiguous": over("whole step", "whole step, contiguous", 0),
+        "paged_over_contiguous_cpu": over("whole step", "whole step, contiguous", 1),
+        "pool_10x": over("whole step, 10x pool", "whole step", 0),
+        "pool_10x_cpu": over("whole step, 10x pool", "whole step", 1),
+        "allocation_share": float(
+            np.median(times["allocation"][:, 0]) / np.median(times["whole step"][:, 0])
+        ),
+    }
+
+
+def in_place(f, *arguments) -> Callable[[], Any]:
+    """A program whose donated pool comes back as its first result, ready for the next call.
+
+    The pool is the only KVPool among the arguments.
+    """
+    from paxattn.kv_pool import KVPool
+
+    held = list(arguments)
+    at = next(i for i, x in enumerate(held) if isinstance(x, KVPool))
+
+    def call():
+        held[at], rest = f(*held)
+        return held[at], rest
+
+    return call
+
+
+def floor_seconds(c, dtype, batch, context, params, limits) -> dict[str, float]:
+    """The least time of each part: max(bytes / bandwidth, operations / peak)."""
+    import jax
+
+    weights = sum(x.size for x in jax.tree.leaves(params))
+    head = c.vocab_size * c.hidden_size
+    layers = weights - head * (1 if c.tie_word_embeddings else 2)
+    item = dtype.itemsize
+    held = 2 * batch * context * c.num_layers * c.num_kv_heads * c.head_dim
+    dots = 4 * batch * context * c.num_layers * c.num_heads * c.head_dim
+    row = 2 * batch * c.num_layers * c.num_kv_heads * c.head_dim
+
+    def least(read, operations=0.0):
+        return max(read / limits["bandwidth_bytes_per_s"], operations / limits["peak_flops"])
+
+    floors = {
+        "dense layers": least(layers * item, 2 * batch * layers),
+        "unembedding": least(head * item + 4 * batch * c.vocab_size, 2 * batch * head),
+        "attention": least(held * item, dots),
+        "KV write": least(2 * row * item),
+        "greedy choice": least(4 * batch * c.vocab_size),
+        "sampling": least(4 * batch * c.vocab_size),
+    }
+    parts = ("dense layers", "unembedding", "attention", "KV write", "greedy choice")
+    return {**floors, "whole step": sum(floors[name] for name in parts)}
+
+
+# --- allocator and host -------------------------------------------------------------------------
+
+
+def allocator_cost(most: int, rounds: int) -> dict[str, float]:
+    """An append and a release of 256 sequences on a small and on a large pool."""
+    import jax
+    import jax.numpy as jnp
+
+    from paxattn import memory
+
+    everyone = jnp.ones(256, bool)
+
+    def churn(state):
+        state, _, _ = memory.append(state, everyone)
+        return memory.release(state, everyone), ()
+
+    programs = {}
+    for pages in (1_000, most):
+        f = jax.jit(churn, donate_argnums=0)
+        held = [memory.init(pages, 256, 4, PAGE)]
+
+        def call(f=f, held=held):
+            held[0], rest = f(held[0])
+            return held[0], rest
+
+        programs[str(pages)] = call
+    times = take_turns(programs, 20 * rounds)
+    small, large = (float(np.median(times[str(p)][:, 0])) for p in (1_000, most))
+    return {"pages": most, "small_ms": 1e3 * small, "large_ms": 1e3 * large, "ratio": large / small}
+
+
+def host_share(model, args) -> dict[str, float]:
+    """The share of `generate` that is not spent in the programs and their answers."""
+    from paxattn import LLM, SamplingParams
+
+    llm = LLM(model, dtype=args.dtype, max_num_seqs=8, max_model_len=128)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(1, model.config.vocab_size, 20).tolist() for _ in range(8)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=8 + 4 * i, ignore_eos=True) for i in range(8)
+    ]
+    llm.generate(prompts, params)
+    llm.history = []
+    began = time.perf_counter()
+    llm.generate(prompts, params)
+    total = time.perf_counter() - began
+    inside = sum(h.seconds for h in llm.history)
+    return {
+        "seconds": total,
+        "outside_programs_share": 1 - inside / total,
+        "program_runs": len(llm.history),
+    }
+
+
+# --- what the user sees -------------------------------------------------------------------------
+
+
+def describe(step: dict) -> str:
+    rows = [
+        [
+            name,
+            part["median_ms"],
+            part["cpu_ms"],
+            part["floor_ms"],
+            part["ratio"],
+            None if part["temporary_bytes"] is None else part["temporary_bytes"] / 2**20,
+        ]
+        for name, part in step["parts"].items()
+    ]
+    headers = ["", "ms", "CPU ms", "floor ms", "ms/floor", "temporaries MiB"]
+    table = common.table(
+        headers, rows, f"{step['batch']} sequences of {step['context']} tokens, one step"
+    )
+    return (
+        f"{table}\npaged / contiguous {step['paged_over_contiguous']:.3f} (CPU time "
+        f"{step['paged_over_contiguous_cpu']:.3f}); pool 10x larger {step['pool_10x']:.3f} "
+        f"({step['pool_10x_cpu']:.3f}); allocation {step['allocation_share']:.2%} of the step"
+    )
+
+
+def closing(result: dict) -> str:
+    a, h = result["allocator"], result["host"]
+    load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
+    return (
+        f"memory {result['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s, products "
+        f"{result['peak_flops'] / 1e9:,.0f} GFLOP/s; allocator {a['pages']:,} pages / 1,000 pages "
+        f"{a['ratio']:.2f}; host {h['outside_programs_share']:.1%} of generate; load average {load}"
+    )
+
+
+def draw(args, result: dict) -> Path:
+    """Stacked bars: the parts of a step beside their floors."""
+    common.style()
+    import matplotlib.pyplot as plt
+
+    names = ("dense layers", "unembedding", "attention", "KV write", "allocation", "greedy choice")
+    steps = result["steps"]
+    figure, axis = plt.subplots(figsize=(3 * len(steps) + 5, 6))
+    for i, step in enumerate(steps):
+        for x, key in ((i - 0.2, "median_ms"), (i + 0.2, "floor_ms")):
+            bottom = 0.0
+            for name, colour in zip(names, common.PALETTE, strict=False):
+                height = step["parts"][name][key] or 0.0
+                axis.bar(
+                    *(x, height),
+                    width=0.36,
+                    bottom=bottom,
+                    color=colour,
+                    alpha=1.0 if key == "median_ms" else 0.45,
+                    label=name if (i, key) == (0, "median_ms") else None,
+                )
+                bottom += height
+        whole = step["parts"]["whole step"]["median_ms"]
+        axis.plot([i - 0.4, i], [whole, whole], "k-", label="whole step" if i == 0 else None)
+    labels = [f"{s['batch']} x {s['context']}" for s in steps]
+    axis.set_xticks(range(len(steps)), labels)
+    axis.set(
+        xlabel="sequences x tokens (left: measured, right: floor)",
+        ylabel="milliseconds",
+        title=f"A decode step of {result['config']['model']} in {result['config']['dtype']}",
+    )
+    axis.grid(visible=False, axis="x")
+    axis.legend(loc="upper left")
+    return common.write_figure(args, figure)
+
+
+if __name__ == "__main__":
+    common.main(__doc__, run, options)
