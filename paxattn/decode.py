@@ -67,7 +67,7 @@ class DecodeInputs(NamedTuple):
     forced: HostArray  # [b, MAX_STEPS] int32: tokens to replay after a preemption
     num_forced: HostArray  # [b] int32
     steps: HostArray  # [] int32, at most MAX_STEPS
-    until_one_ends: HostArray  # [] bool: come back when a row ends, else when all have
+    until_one_ends: HostArray  # [] bool: come back when a row ends, else when half have
 
 
 class Sampled(NamedTuple):
