@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxattn.sampling import SamplingArrays, logprobs_of, sample
+from paxattn import sampling as rules
+from paxattn.sampling import SamplingArrays, logprobs_of
 from paxattn.sampling_params import SamplingParams
+
+sample = jax.jit(rules.sample, static_argnames="greedy")  # eager loops compile at each call
 
 
 def arrays(rows, **values):
