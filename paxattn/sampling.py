@@ -4,6 +4,7 @@ A request's draw at output position i comes from (its seed, i) alone, so that ne
 a preemption changes it. Filters apply in vLLM's order: temperature, min_p, top_k, top_p.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ def sample_seed(seed: int, sample: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
+
 
 HostArray = Any  # NumPy, filled in on the host; a jax.Array inside the programs
 
@@ -80,13 +82,19 @@ def sample(
 
 
 def _greedy(logits) -> jax.Array:
-    """The first of the likeliest tokens, [B] int32; token 0 in a row with a NaN.
+    """The first of the likeliest tokens, [B] int32; some token in a row with a NaN.
 
-    In two passes that vectorise: XLA's CPU backend takes 2.7 times as long for its `argmax`.
+    One pass for the maximum of each block, which vectorises, then `argmax` of the blocks and inside
+    one of them: XLA's CPU backend takes several times as long for an `argmax` of the whole row.
     """
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    return jnp.min(jnp.where(logits < top, jnp.int32(logits.shape[1]), index), axis=-1)
+    rows, vocabulary = logits.shape
+    size = math.gcd(vocabulary, _BLOCK)  # no padding, which would copy the logits
+    blocks = logits.reshape(rows, -1, size)
+    best = jnp.max(blocks, axis=-1)  # [B, blocks]
+    top = jnp.max(best, axis=-1, keepdims=True)
+    block = jnp.argmax(~(best < top), axis=-1)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [B, size]
+    return (block * size + jnp.argmax(~(inside < top), axis=-1)).astype(jnp.int32)
 
 
 def logprobs_of(
