@@ -1,6 +1,6 @@
 """The compiled steps of the engine: the only place where it jits and donates.
 
-Five programs, each compiled once for each shape bucket:
+Six programs, each compiled once for each shape bucket:
   prefill   a packed chunk of prompt tokens of several sequences in one ragged call, and the first
             token of every sequence whose prompt it completes;
   decode    up to `MAX_STEPS` tokens for each row, page allocation included, without returning to
@@ -8,6 +8,7 @@ Five programs, each compiled once for each shape bucket:
             one), pages run out or the step budget is used up;
   tables    reserve or release rows;
   prefix    the same with a prefix cache: admit a prompt, release rows, evict idle pages;
+  window    release the pages that left the sliding window;
   fork      rows that share their parents' full pages and copy the partial last one.
 
 A row's arithmetic does not depend on what else is in the batch: dense products of two or more
@@ -279,6 +280,7 @@ class Programs:
         self.decode = self._by_choice("decode", partial(_decode, model))
         self.reserve = self._jit("tables", _reserve, donate=0)
         self.release = self._jit("tables", _release, donate=0)
+        self.release_before = self._jit("window", paged.release_before, donate=0)
         self.fork = self._jit("fork", _fork, donate=0)
         self.admit = self._jit("prefix", prefix_cache.admit, donate=(0, 1))
         self.release_cached = self._jit("prefix", prefix_cache.release, donate=(0, 1))

@@ -120,6 +120,8 @@ class LLM:
             max_num_seqs=max_num_seqs,
             reserved=cache == "reserve-max",
         )
+        windows = [self.config.layer_window(i) for i in range(self.config.num_layers)]
+        self._window = None if None in windows else max(w for w in windows if w is not None)
         self.history: list[StepRecord] | None = None  # set to [] to record each program run
         self._programs = Programs(Llama(self.config, self.dtype))
         self._requests = 0
@@ -222,8 +224,8 @@ class LLM:
             "pages_free": free,
             "pages_used": used,
             "pages_cached": cached,
-            "tokens_held": tokens,
-            "waste_tokens": entries * plan.page_size - tokens,
+            "tokens_held": tokens - self._dropped_tokens(),
+            "waste_tokens": entries * plan.page_size - tokens + self._dropped_tokens(),
             "pages_shared": shared,
             "page_entries": entries,
             "memory_saved": _saved(entries, used),
@@ -288,6 +290,7 @@ class LLM:
         chunks = scheduler.prefill_chunks(*PREFILL_BUCKETS[-1])
         if chunks:
             return self._prefill(chunks)
+        self._leave_window(scheduler.decoding())
         while scheduler.starved(self._free_pages()) and scheduler.several_groups():
             rows = scheduler.preempt()
             self._preemptions += len(rows)
@@ -370,6 +373,26 @@ class LLM:
 
     def _keep(self, memory: Any, prefix: Any) -> None:
         self._state = self._state._replace(memory=memory, prefix=prefix)
+
+    def _leave_window(self, sequences: list[Running]) -> None:
+        """Gives back pages that no layer's sliding window reaches any more.
+
+        Not with a prefix cache, where whoever holds a page holds all those before it.
+        """
+        if self._window is None or self.prefix_caching or self.cache == "reserve-max":
+            return
+        positions = np.zeros(self.capacity.max_rows, np.int32)
+        before = {s: s.dropped for s in sequences}
+        for s in sequences:
+            positions[s.row] = max(0, s.stored + 1 - self._window)  # seen by the next token
+            s.dropped = int(positions[s.row]) // self.capacity.page_size
+        if any(s.dropped > count for s, count in before.items()):
+            memory = self._programs.release_before(self._state.memory, positions)
+            self._state = self._state._replace(memory=memory)
+
+    def _dropped_tokens(self) -> int:
+        """Tokens of running sequences whose pages have been given back."""
+        return sum(s.dropped for s in self._scheduler.running) * self.capacity.page_size
 
     def _make_room(self, sequences: list[Running]) -> None:
         """Evicts as many idle pages as a whole decode program may want beyond the free list."""
@@ -499,7 +522,8 @@ class LLM:
                 touched.append(s)
         self._record_end(record, int(steps), new)
         if not self._scheduler.reserved:
-            entries = sum(self._scheduler.pages(s.stored) for s in self._scheduler.running)
+            running = self._scheduler.running
+            entries = sum(self._scheduler.pages(s.stored) - s.dropped for s in running)
             self._entry_steps += entries * int(steps)
             self._page_steps += (self.capacity.num_pages - 1 - self._free_pages()) * int(steps)
         self._leave_finished(touched)

@@ -26,19 +26,25 @@ class Report(NamedTuple):
     entry_out_of_range: jax.Array  # table entries that are no page
     length_out_of_range: jax.Array  # rows with a negative length, or one past the table's end
     pages_missing: jax.Array  # entries below ceil(length / page_size) that are 0
-    pages_past_length: jax.Array  # entries above it that are not 0
+    pages_past_length: jax.Array  # entries above it, or released, that are not 0
     page_twice_in_row: jax.Array  # rows that name one page twice
     cached_wrong: jax.Array  # pages in the page cache twice, or while referenced
     tail_shared: jax.Array  # rows whose partial last page, which will be written, is shared
 
 
-def check(memory: PagedMemory, pins: jax.Array | None = None) -> Report:
+def check(
+    memory: PagedMemory,
+    pins: jax.Array | None = None,
+    released_before: jax.Array | None = None,
+) -> Report:
     """Count what is broken.
 
     Args:
       memory: the memory.
       pins: ``[N]`` int32, references to each page from outside the block tables (a prefix cache,
         ...); None for none. Pages of a :mod:`paxattn.page_cache` need no pins.
+      released_before: ``[B]`` int32, positions up to which ``memory.release_before`` was called;
+        None for never.
 
     Returns:
       The report; ``broken(report)`` names what is wrong.
@@ -64,6 +70,10 @@ def check(memory: PagedMemory, pins: jax.Array | None = None) -> Report:
     # worked out otherwise than by the code under test: ceil(n / P) == -floor(-n / P)
     needed = -(-jnp.maximum(lengths, 0) // memory.page_size)
     inside = jnp.arange(width, dtype=jnp.int32)[None, :] < needed[:, None]  # [B, M]
+    gone = jnp.zeros_like(inside)
+    if released_before is not None:
+        first = jnp.clip(released_before, 0, jnp.maximum(lengths, 0)) // memory.page_size
+        gone = jnp.arange(width, dtype=jnp.int32)[None, :] < first[:, None]
     ordered = jnp.sort(jnp.where(entries, tables, 0), axis=1)
     repeated = jnp.any((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != 0), axis=1)
     tail = _tables.entry_at(tables, lengths // memory.page_size)
@@ -79,8 +89,8 @@ def check(memory: PagedMemory, pins: jax.Array | None = None) -> Report:
         refcount_wrong=_sum(refcount != named + pins),
         entry_out_of_range=_sum((tables < 0) | (tables >= num_pages)),
         length_out_of_range=_sum((lengths < 0) | (needed > width)),
-        pages_missing=_sum(inside & (tables == 0)),
-        pages_past_length=_sum(~inside & (tables != 0)),
+        pages_missing=_sum(inside & ~gone & (tables == 0)),
+        pages_past_length=_sum((~inside | gone) & (tables != 0)),
         page_twice_in_row=_sum(repeated),
         cached_wrong=_sum((cached > 1) | ((cached > 0) & (refcount != 0))),
         tail_shared=_sum(partial & (tail != 0) & shared),

@@ -31,7 +31,8 @@ from paxattn.page_cache import PageCache
 class PagedMemory:
     """Which pages each sequence holds, and how many tokens are in them.
 
-    A row's table entries ``[:ceil(lengths / page_size)]`` are its pages, the others are 0. A page
+    A row's table entries ``[:ceil(lengths / page_size)]`` are its pages, the others are 0 (and the
+    first ones, after ``release_before``). A page
     that is not full belongs to one row alone, so a token can always be written to it.
     """
 
@@ -216,6 +217,21 @@ def release(memory: PagedMemory, mask: jax.Array) -> PagedMemory:
         block_tables=jnp.where(mask[:, None], 0, tables),
         lengths=jnp.where(mask, 0, memory.lengths),
     )
+
+
+def release_before(memory: PagedMemory, positions: jax.Array) -> PagedMemory:
+    """Give back each row's pages whose tokens all stand before ``positions`` ``[B]`` int32.
+
+    For a sliding window: tokens that left it are never read again. The entries become 0, so no
+    stale one can name a page that another row gets; the lengths and the other pages stay. 0 or
+    less keeps a row as it is.
+    """
+    tables = memory.block_tables
+    first = jnp.clip(positions, 0, memory.lengths) // memory.page_size
+    gone = jnp.arange(tables.shape[1], dtype=jnp.int32)[None, :] < first[:, None]
+    gone &= tables != 0
+    allocator, _ = _pages(memory).give(memory.allocator, tables, gone)
+    return dataclasses.replace(memory, allocator=allocator, block_tables=jnp.where(gone, 0, tables))
 
 
 def select(memory: PagedMemory, rows: jax.Array) -> PagedMemory:

@@ -68,6 +68,7 @@ class Sequence:
     pending: int = 0  # latest tokens that are not in `text` yet: bytes of an unfinished character
     row: int = -1  # memory row; -1 while it waits
     stored: int = 0  # tokens whose keys and values are in the pool
+    dropped: int = 0  # its first pages, given back because they left the sliding window
     preemptions: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -93,7 +93,7 @@ class Scheduler:
         group = self.waiting.popleft()
         for sequence in group:
             sequence.row = self.free_rows.pop()
-            sequence.stored = 0
+            sequence.stored = sequence.dropped = 0
             sequence.parent = None if sequence is group[0] else group[0]
             self.running.append(sequence)
         return group[0]
