@@ -52,21 +52,22 @@ def options(parser) -> None:
     parser.add_argument("--model", help="Hugging Face folder or hub id, GGUF file or checkpoint")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument(
-        "--requests", type=int, help="how many of the trace's (default: 28; quick: 6)"
+        "--requests", type=int, help="how many of the trace's (default: 24; quick: 8)"
     )
     parser.add_argument(
         "--max-model-len",
         type=int,
-        help="longest sequence, which the traditional cache reserves (default: 2048; quick: 512)",
+        help="longest sequence, which the traditional cache reserves (default: 1024; quick: 256)",
     )
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument(
         "--kv-sequences",
         type=float,
-        default=4.0,
-        help="KV budget, in sequences of the longest length (default: 4)",
+        default=3.5,
+        help="KV budget, in sequences of the longest length (default: 3.5: budgets are seldom a "
+        "multiple, and the traditional cache cannot use the rest)",
     )
-    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-num-seqs", type=int, default=32)
 
 
 def run(args) -> None:
@@ -74,8 +75,8 @@ def run(args) -> None:
 
     from paxattn import LLM
 
-    longest = args.max_model_len or (512 if args.quick else 2048)
-    count = args.requests or (6 if args.quick else 28)
+    longest = args.max_model_len or (256 if args.quick else 1024)
+    count = args.requests or (8 if args.quick else 24)
     trace = choose_requests(args, longest, count)
     from convert import load
 

@@ -476,6 +476,7 @@ class LLM:
             return
         parents = np.full(self.capacity.max_rows, -1, np.int32)
         for s in sequences:
+            assert s.parent is not None
             parents[s.row] = s.parent.row
         self._state, ok = self._programs.fork(self._state, parents)
         if not np.asarray(ok).all():

@@ -105,7 +105,7 @@ def prefix_hashes(tokens: jax.Array, salt: jax.Array) -> jax.Array:
     inverse = pow(_CHAIN, -1, 2**32)
     up = np.asarray([pow(_CHAIN, j, 2**32) for j in range(pages)], np.uint32)
     down = np.asarray([pow(inverse, j, 2**32) for j in range(pages)], np.uint32)
-    return _mix(up * (start + jnp.cumsum(_mix(own) * down, dtype=jnp.uint32)))
+    return _mix(jnp.asarray(up) * (start + jnp.cumsum(_mix(own) * down, dtype=jnp.uint32)))
 
 
 def lookup(cache: PrefixCache, tokens: jax.Array, count: jax.Array, salt: jax.Array) -> jax.Array:
@@ -179,7 +179,7 @@ def admit(
     adopted = jnp.where(column < hits, known, 0)
 
     need = -(-length // size) - hits
-    pages = memory.allocator
+    pages = _allocator_of(memory)
     idle = _idle(memory, cache).at[adopted].set(False)
     available = pages.num_free + jnp.sum(idle, dtype=jnp.int32)
     ok = (memory.lengths[row] == 0) & (length > 0) & (length <= wide * size)
@@ -189,7 +189,7 @@ def admit(
     memory = dataclasses.replace(memory, allocator=pages)
     memory, cache, evicted = evict(memory, cache, jnp.where(ok, need - pages.num_free, 0))
     pages, new, _ = allocator.take(
-        memory.allocator, jnp.where(ok, need, 0)[None], hits[None], width
+        _allocator_of(memory), jnp.where(ok, need, 0)[None], hits[None], width
     )
     held = new[0] + jnp.zeros(width, jnp.int32).at[:wide].set(jnp.where(ok, adopted, 0))
     at = jnp.where(ok, row, memory.lengths.shape[0])
@@ -286,11 +286,18 @@ def _evict(memory, cache, count):
     return dataclasses.replace(memory, allocator=pages), cache, count
 
 
+def _allocator_of(memory: PagedMemory) -> allocator.Allocator:
+    """The free list itself: idle pages of this cache take the part of recently released ones."""
+    if not isinstance(memory.allocator, allocator.Allocator):
+        raise ValueError("a prefix cache works on memory without recent_pages; init it with 0")
+    return memory.allocator
+
+
 def clear(memory: PagedMemory, cache: PrefixCache) -> tuple[PagedMemory, PrefixCache]:
     """Forget every page; those that no sequence holds become free."""
     pinned = pins(cache) > 0
     every = jnp.arange(pinned.shape[0], dtype=jnp.int32)
-    pages, _ = allocator.give(memory.allocator, every, pinned)
+    pages, _ = allocator.give(_allocator_of(memory), every, pinned)
     empty = cache._replace(table=jnp.zeros_like(cache.table), place=jnp.full_like(cache.place, -1))
     return dataclasses.replace(memory, allocator=pages), empty
 
