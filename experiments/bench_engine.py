@@ -321,10 +321,13 @@ def measure(args, workload, dtype, folder, longest, work, repetitions) -> dict[s
     with tempfile.TemporaryDirectory() as cache:
         own_cache = {"JAX_COMPILATION_CACHE_DIR": cache}
         try:
-            cold = Worker("paxattn", sys.executable, config, own_cache)
-            startup = {"cold_s": cold.ready["first_token_s"]}
-            cold.close()
-            workers["paxattn"] = Worker("paxattn", sys.executable, config, own_cache)
+            try:
+                cold = Worker("paxattn", sys.executable, config, own_cache)
+                startup = {"cold_s": cold.ready["first_token_s"]}
+                cold.close()
+                workers["paxattn"] = Worker("paxattn", sys.executable, config, own_cache)
+            except RuntimeError as error:
+                common.fail(str(error))
             startup["warm_s"] = workers["paxattn"].ready["first_token_s"]
             for name in args.peers:
                 try:

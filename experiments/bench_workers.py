@@ -30,7 +30,7 @@ def paxattn(config):
     def serve(requests, arrivals):
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
         parsed = parse_prompts([p for p, _ in requests], params, None, llm.config.vocab_size)
-        sequences = [llm._sequence(i, prompt) for i, prompt in enumerate(parsed)]
+        sequences = [llm._samples(i, prompt)[0] for i, prompt in enumerate(parsed)]
         # `generate` admits all requests at once; here the clock does, between two program runs.
         scheduler, left = llm._scheduler, list(sequences)
         start = time.perf_counter()
@@ -39,7 +39,7 @@ def paxattn(config):
             while left and (arrivals is None or arrivals[left[0].index] <= now):
                 sequence = left.pop(0)
                 sequence.arrived = start + (arrivals[sequence.index] if arrivals else 0.0)
-                scheduler.add(sequence)
+                scheduler.add([sequence])
             if scheduler.has_work():
                 llm._advance(stream=bool(left))
             else:

@@ -29,6 +29,8 @@ JSON keys (DIR/contiguous_vs_paged.json):
   brief                     the numbers often quoted for LLaMA-13B on a GPU, for comparison
 """
 
+import argparse
+import math
 import os
 import time
 from pathlib import Path
@@ -56,18 +58,33 @@ def options(parser) -> None:
     )
     parser.add_argument(
         "--max-model-len",
-        type=int,
+        type=_positive,
         help="longest sequence, which the traditional cache reserves (default: 1024; quick: 256)",
     )
-    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--page-size", type=_positive, default=16)
     parser.add_argument(
         "--kv-sequences",
-        type=float,
+        type=_at_least_one,
         default=3.5,
         help="KV budget, in sequences of the longest length (default: 3.5: budgets are seldom a "
         "multiple, and the traditional cache cannot use the rest)",
     )
-    parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--max-num-seqs", type=_positive, default=32)
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _at_least_one(text: str) -> float:
+    if not 1 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"must be a finite number of at least 1, got {text}: with less, the traditional cache "
+            "has no room for a single request"
+        )
+    return value
 
 
 def run(args) -> None:
@@ -82,7 +99,11 @@ def run(args) -> None:
 
     common.report("loading the model ...")
     model = load(args.model, args.dtype, progress=True)
-    longest = min(longest, model.config.max_position_embeddings)
+    if longest > model.config.max_position_embeddings:
+        common.fail(
+            f"--max-model-len {longest} is more than the {model.config.max_position_embeddings} "
+            f"positions of {model.source}"
+        )
     rng = np.random.default_rng(args.seed)
     prompts = [
         rng.integers(0, model.config.vocab_size, n).tolist() for n in trace.prompt_tokens.tolist()

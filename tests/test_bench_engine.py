@@ -12,6 +12,7 @@ import tiny
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "experiments"))
 
 import bench_engine as bench
+import bench_workers
 
 
 def arguments(**changes):
@@ -100,3 +101,18 @@ def test_a_system_that_cannot_start_says_why():
         )
     with pytest.raises(RuntimeError, match="--peer-python"):
         bench.start_peer("vllm", None, {})
+
+
+def test_the_engine_is_driven_by_arrivals_and_gives_its_usual_tokens():
+    from paxattn import LLM, SamplingParams
+
+    loaded = tiny.model()
+    options = {"dtype": "float32", "max_num_seqs": 8, "max_model_len": 128}
+    serve = bench_workers.paxattn({"model": loaded, **options})
+    requests = [(p, 3 + i) for i, p in enumerate(tiny.prompts(3, longest=20))]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
+    want = LLM(loaded, **options).generate([p for p, _ in requests], params)
+    for arrivals in (None, [0.0, 0.0, 0.3]):
+        got = serve(requests, arrivals)
+        assert [tokens for tokens, _, _ in got] == [o.outputs[0].token_ids for o in want]
+        assert all(0 < first <= last for _, first, last in got)
