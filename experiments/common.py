@@ -120,6 +120,11 @@ def main(
     try:
         check_writable(args)
         run(args)
+    except ModuleNotFoundError as error:
+        if args.debug or error.name not in ("paxattn", "pallas_kernels", "convert"):
+            raise
+        _complain(made.prog, f"{error.name} is not installed; run `pip install -e .` first")
+        sys.exit(1)
     except Exception as error:
         code = _exit_code(error)
         if code is None or args.debug:

@@ -54,7 +54,7 @@ def options(parser) -> None:
     parser.add_argument("--model", help="Hugging Face folder or hub id, GGUF file or checkpoint")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument(
-        "--requests", type=int, help="how many of the trace's (default: 24; quick: 8)"
+        "--requests", type=_positive, help="how many of the trace's (default: 24; quick: 8)"
     )
     parser.add_argument(
         "--max-model-len",
