@@ -4,6 +4,11 @@
 loads again faster and without conversion.
 """
 
+import os
+
+# transformers is here for its tokenizers alone; it need not advise installing PyTorch.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
 from convert.errors import BadCheckpoint, ModelNotFound
 from convert.load import LoadedModel, load, load_tokenizer
 

@@ -79,7 +79,7 @@ def reference(loaded):
         if key not in known:
             with torch.no_grad():
                 ids = torch.tensor([[*prompt_ids, *output_ids[:-1]]])
-                logits = model(ids).logits[0, len(prompt_ids) - 1 :]
+                logits = model(ids, logits_to_keep=len(output_ids)).logits[0]
                 known[key] = torch.log_softmax(logits, -1).numpy()
         return known[key]
 
