@@ -53,13 +53,11 @@ def options(parser) -> None:
     traces.option(parser)
     parser.add_argument("--model", help="Hugging Face folder or hub id, GGUF file or checkpoint")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    parser.add_argument(
-        "--requests", type=_positive, help="how many of the trace's (default: 24; quick: 8)"
-    )
+    parser.add_argument("--requests", type=_positive, help="how many of the trace's (default: 24)")
     parser.add_argument(
         "--max-model-len",
         type=_positive,
-        help="longest sequence, which the traditional cache reserves (default: 1024; quick: 256)",
+        help="longest sequence, which the traditional cache reserves (default: 1024)",
     )
     parser.add_argument("--page-size", type=_positive, default=16)
     parser.add_argument(
@@ -92,13 +90,10 @@ def run(args) -> None:
 
     from paxattn import LLM
 
-    longest = args.max_model_len or (256 if args.quick else 1024)
-    count = args.requests or (8 if args.quick else 24)
+    longest = args.max_model_len or 1024
+    count = args.requests or 24
     trace = choose_requests(args, longest, count)
-    from convert import load
-
-    common.report("loading the model ...")
-    model = load(args.model, args.dtype, progress=True)
+    model = choose_model(args)
     if longest > model.config.max_position_embeddings:
         common.fail(
             f"--max-model-len {longest} is more than the {model.config.max_position_embeddings} "
@@ -152,6 +147,33 @@ def run(args) -> None:
     common.report("", describe(result), "", explain(result), "", f"wrote {path} and {figure(args)}")
     if not result["identical_outputs"]:
         common.fail("the two caches gave different tokens: this is a bug, please report it")
+
+
+def choose_model(args):
+    """The model that was asked for; a quick run without one takes a small random LLaMA."""
+    from convert import LoadedModel, load
+
+    if not args.quick or args.model:
+        common.report("loading the model ...")
+        return load(args.model, args.dtype, progress=True)
+    import jax
+
+    from paxattn import LlamaConfig
+    from paxattn.llama import init_params
+
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+    )
+    common.report("quick: a random LLaMA of 4 layers; its tokens/s say nothing about a real model")
+    return LoadedModel(
+        config, init_params(config, jax.random.key(args.seed)), None, "random-4-layer"
+    )
 
 
 def choose_requests(args, longest: int, count: int):
