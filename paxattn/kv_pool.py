@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import append_kv
 from pallas_kernels.options import KVLayout
@@ -133,6 +134,70 @@ def copy_pages(
         k=tuple(copy(x, _K_AXES[pool.layout]) for x in pool.k),
         v=tuple(copy(x, _V_AXES[pool.layout]) for x in pool.v),
     )
+
+
+def take_pages(pool: KVPool, pages: jax.Array) -> KVPool:
+    """The contents of `pages` ([C] int32) in every layer: a pool of C pages, of the same bits.
+
+    0, the null page, is padding and comes with whatever stands there.
+    """
+
+    def take(array: jax.Array, axes: str) -> jax.Array:
+        return array[(*(slice(None),) * axes.index("N"), pages)]
+
+    return replace(
+        pool,
+        k=tuple(take(x, _K_AXES[pool.layout]) for x in pool.k),
+        v=tuple(take(x, _V_AXES[pool.layout]) for x in pool.v),
+    )
+
+
+def put_pages(pool: KVPool, pages: jax.Array, contents: KVPool) -> KVPool:
+    """Writes what `take_pages` took to `pages` ([C] int32, distinct); nothing where a page is 0.
+
+    In place where the pool is donated. The contents may be NumPy arrays, as `jax.device_get`
+    gives them.
+
+    Raises:
+      ValueError: contents of another layout, type or shape than the pool's pages.
+    """
+    wanted = jax.eval_shape(take_pages, pool, pages)
+    described = [_describe(wanted), _describe(contents)]
+    if described[0] != described[1]:
+        raise ValueError(
+            f"contents of {described[1]} cannot stand in {described[0]}: put them into a pool of "
+            "the layout and type that they were taken from"
+        )
+    # out of range, so dropped: padding writes nothing, not even to the null page
+    at = jnp.where(pages > 0, pages, pool.num_pages)
+
+    def put(array: jax.Array, new: jax.Array, axes: str) -> jax.Array:
+        return array.at[(*(slice(None),) * axes.index("N"), at)].set(new, mode="drop")
+
+    k, v = _K_AXES[pool.layout], _V_AXES[pool.layout]
+    return replace(
+        pool,
+        k=tuple(put(x, new, k) for x, new in zip(pool.k, contents.k, strict=True)),
+        v=tuple(put(x, new, v) for x, new in zip(pool.v, contents.v, strict=True)),
+    )
+
+
+def page_bytes(pool: KVPool) -> np.ndarray:
+    """The bits of a pool of NumPy arrays, [N, P, bytes] uint8: each position's, in every layer."""
+
+    def by_position(array: np.ndarray, axes: str) -> np.ndarray:
+        front = np.moveaxis(array, (axes.index("N"), axes.index("P")), (0, 1))
+        flat = np.ascontiguousarray(front).reshape(*front.shape[:2], -1)
+        return flat.view(np.uint8)
+
+    k, v = _K_AXES[pool.layout], _V_AXES[pool.layout]
+    parts = [by_position(x, k) for x in pool.k] + [by_position(x, v) for x in pool.v]
+    return np.concatenate(parts, axis=2)
+
+
+def _describe(pool: KVPool) -> str:
+    shapes = {(x.shape, y.shape, x.dtype.name) for x, y in zip(pool.k, pool.v, strict=True)}
+    return f"{len(pool.k)} layers of {pool.dtype} in {pool.layout}, K, V and storage {shapes}"
 
 
 def gather(
