@@ -14,6 +14,12 @@ pages_of, restore = jax.jit(swap.pages_of), jax.jit(swap.restore)
 take_pages = jax.jit(swap.take_pages)
 put_pages = jax.jit(swap.put_pages, donate_argnums=0)
 checked = jax.jit(check)
+admit, release_cached = jax.jit(prefix_cache.admit), jax.jit(prefix_cache.release)
+reserve, release = jax.jit(memory.reserve), jax.jit(memory.release)
+fork, append = jax.jit(memory.fork), jax.jit(memory.append)
+checked_cache = jax.jit(lambda m, c: check(m, prefix_cache.pins(c)))
+checked_window = jax.jit(lambda m, p: check(m, None, p))
+idle_pages = jax.jit(prefix_cache.idle_pages)
 
 
 def ints(*values):
@@ -30,8 +36,8 @@ def same(a, b):
 
 def forked():
     """Row 0: 6 tokens in pages 1 2; row 2 its fork in 1 4; row 1: 4 tokens in page 3."""
-    state, _ = memory.reserve(memory.init(10, 4, 3, P), ints(6, 4, 0, 0))
-    state, _, ok = memory.fork(state, ints(-1, -1, 0, -1))
+    state, _ = reserve(memory.init(10, 4, 3, P), ints(6, 4, 0, 0))
+    state, _, ok = fork(state, ints(-1, -1, 0, -1))
     assert ok.all()
     return state
 
@@ -71,9 +77,9 @@ def test_forked_rows_come_back_shared_as_they_were():
     state = forked()
     leaving = bools(1, 0, 1, 0)
     group = pages_of(state, leaving)
-    gone = memory.release(state, leaving)
+    gone = release(state, leaving)
     assert int(memory.free_pages(gone)) == 8  # page 3 is row 1's
-    gone, ok = memory.reserve(gone, ints(0, 4, 0, 3))  # somebody else comes in between
+    gone, ok = reserve(gone, ints(0, 4, 0, 3))  # somebody else comes in between
     assert gone.block_tables[3].tolist() == [4, 0, 0]  # the page that was freed last
     back, pages, ok = restore(gone, ints(0, -1, 2, -1), group.entries, state.lengths, group.count)
     assert bool(ok)
@@ -99,17 +105,17 @@ def test_a_group_comes_back_to_other_rows():
 
 
 def test_pages_that_left_a_window_stay_away():
-    state, _ = memory.reserve(memory.init(10, 2, 5, P), ints(18, 3))
+    state, _ = reserve(memory.init(10, 2, 5, P), ints(18, 3))
     positions = ints(9, 0)
-    state = memory.release_before(state, positions)
+    state = jax.jit(memory.release_before)(state, positions)
     group = pages_of(state, bools(1, 0))
     assert int(group.count) == 3
-    gone = memory.release(state, bools(1, 0))
+    gone = release(state, bools(1, 0))
     back, pages, ok = restore(gone, ints(0, -1), group.entries, state.lengths, group.count)
     assert bool(ok)
     assert (back.block_tables[0, :2] == 0).all()
     assert back.block_tables[0, 2:].tolist() == pages[:3].tolist()
-    assert broken(check(back, released_before=positions)) == {}
+    assert broken(checked_window(back, positions)) == {}
     assert int(memory.free_pages(back)) == int(memory.free_pages(state))
 
 
@@ -143,7 +149,7 @@ REFUSED = {
 def test_what_is_no_group_or_has_no_place_changes_nothing(fault):
     state = forked()
     group = pages_of(state, bools(1, 0, 1, 0))
-    gone = memory.release(state, bools(1, 0, 1, 0))
+    gone = release(state, bools(1, 0, 1, 0))
     good = dict(
         rows=(0, -1, 2, -1), entries=group.entries, lengths=state.lengths, count=group.count
     )
@@ -157,17 +163,17 @@ def test_what_is_no_group_or_has_no_place_changes_nothing(fault):
 
 @pytest.mark.parametrize("recent", [0, 2])
 def test_too_few_pages_change_nothing_and_just_enough_will_do(recent):
-    state, _ = memory.reserve(memory.init(6, 4, 3, P, recent), ints(6, 4, 0, 0))
-    state, _, _ = memory.fork(state, ints(-1, -1, 0, -1))  # pages 1 2, 3, 1 4: one is left
+    state, _ = reserve(memory.init(6, 4, 3, P, recent), ints(6, 4, 0, 0))
+    state, _, _ = fork(state, ints(-1, -1, 0, -1))  # pages 1 2, 3, 1 4: one is left
     leaving = bools(1, 0, 1, 0)
     group = pages_of(state, leaving)
-    gone = memory.release(state, leaving)
-    short, _ = memory.reserve(gone, ints(0, 12, 0, 0))
+    gone = release(state, leaving)
+    short, _ = reserve(gone, ints(0, 12, 0, 0))
     args = (ints(0, -1, 2, -1), group.entries, state.lengths, group.count)
     after, pages, ok = restore(short, *args)
     assert (bool(ok), pages.any()) == (False, False)
     assert same(after, short)
-    enough, _ = memory.reserve(gone, ints(0, 8, 0, 0))
+    enough, _ = reserve(gone, ints(0, 8, 0, 0))
     after, _, ok = restore(enough, *args)
     assert bool(ok)
     assert int(memory.free_pages(after)) == 0
@@ -195,9 +201,9 @@ def test_contents_come_back_to_the_last_bit(layout, dtype):
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(contents))
     kept = [[bits(kv_pool.gather(pool, i, t)) for t in state.block_tables] for i in range(2)]
 
-    gone = memory.release(state, leaving)
+    gone = release(state, leaving)
     pool = kv_pool.fill_pages(pool, ints(1, 2, 4, 5), float("nan"))  # whoever comes in between
-    gone, _ = memory.reserve(gone, ints(0, 4, 0, 3))
+    gone, _ = reserve(gone, ints(0, 4, 0, 3))
     back, pages, ok = restore(gone, ints(0, -1, 2, -1), group.entries, state.lengths, group.count)
     assert bool(ok)
     untouched = np.setdiff1d(np.arange(10), [0, 1, 2, 4, 5])  # put: 1 2 5; page 4 is row 3's
@@ -277,42 +283,41 @@ def test_cached_pages_stay_and_the_row_comes_back_in_pages_of_its_own():
     state, cache = memory.init(12, 3, 5, P), prefix_cache.init(12, P)
     tokens = np.arange(5 * P, dtype=np.int32).reshape(5, P)
     salt = prefix_cache.salt_of(None)
-    admit = jax.jit(prefix_cache.admit)
     state, cache, first = admit(state, cache, np.int32(0), tokens, np.int32(14), salt)
     state, cache, second = admit(state, cache, np.int32(1), tokens, np.int32(13), salt)
     assert (bool(first.ok), int(second.hits)) == (True, 3)
     both = bools(1, 1, 0)
     group = pages_of(state, both)
     assert int(group.count) == 5  # three shared, a partial page each
-    gone, cache = jax.jit(prefix_cache.release)(state, cache, both)
-    assert int(prefix_cache.idle_pages(gone, cache)) == 3
-    assert broken(check(gone, prefix_cache.pins(cache))) == {}
+    gone, cache = release_cached(state, cache, both)
+    assert int(idle_pages(gone, cache)) == 3
+    assert broken(checked_cache(gone, cache)) == {}
     back, pages, ok = restore(gone, ints(2, 0, -1), group.entries, state.lengths, group.count)
     assert bool(ok)
-    assert int(prefix_cache.idle_pages(back, cache)) == 3  # the row's pages are private
+    assert int(idle_pages(back, cache)) == 3  # the row's pages are private
     assert not set(pages[:5].tolist()) & set(np.flatnonzero(prefix_cache.pins(cache)).tolist())
     assert back.lengths.tolist() == [13, 0, 14]
-    assert broken(check(back, prefix_cache.pins(cache))) == {}
+    assert broken(checked_cache(back, cache)) == {}
     back, cache, third = admit(back, cache, np.int32(1), tokens, np.int32(14), salt)
     assert (bool(third.ok), int(third.hits)) == (True, 3)
-    assert broken(check(back, prefix_cache.pins(cache))) == {}
+    assert broken(checked_cache(back, cache)) == {}
 
 
 def test_a_pinned_page_is_not_taken_from_the_cache_to_bring_a_row_back():
     state, cache = memory.init(5, 2, 3, P), prefix_cache.init(5, P)
     tokens = np.arange(3 * P, dtype=np.int32).reshape(3, P)
     salt = prefix_cache.salt_of(None)
-    state, cache, _ = prefix_cache.admit(state, cache, 0, tokens, np.int32(12), salt)
+    state, cache, _ = admit(state, cache, np.int32(0), tokens, np.int32(12), salt)
     group = pages_of(state, bools(1, 0))
-    gone, cache = prefix_cache.release(state, cache, bools(1, 0))
+    gone, cache = release_cached(state, cache, bools(1, 0))
     args = (ints(1, -1), group.entries, state.lengths, group.count)
     after, _, ok = restore(gone, *args)  # one page is free, three are idle: the caller evicts
     assert not bool(ok)
     assert same(after, gone)
-    gone, cache, _ = prefix_cache.evict(gone, cache, group.count - gone.allocator.num_free)
+    gone, cache, _ = jax.jit(prefix_cache.evict)(gone, cache, group.count - gone.allocator.num_free)
     after, _, ok = restore(gone, *args)
     assert bool(ok)
-    assert broken(check(after, prefix_cache.pins(cache))) == {}
+    assert broken(checked_cache(after, cache)) == {}
 
 
 def test_restored_rows_go_on():
@@ -320,19 +325,19 @@ def test_restored_rows_go_on():
     state = forked()
     group = pages_of(state, bools(1, 0, 1, 0))
     back, _, ok = restore(
-        memory.release(state, bools(1, 0, 1, 0)),
+        release(state, bools(1, 0, 1, 0)),
         ints(0, -1, 2, -1),
         group.entries,
         state.lengths,
         group.count,
     )
-    back, slots, ok = memory.append(back, bools(1, 1, 1, 0))
+    back, slots, ok = append(back, bools(1, 1, 1, 0))
     assert bool(ok.all())
     assert len(set(slots[:3].tolist())) == 3
-    back, _, ok = memory.fork(back, ints(-1, -1, -1, 2))
+    back, _, ok = fork(back, ints(-1, -1, -1, 2))
     assert bool(ok.all())
     assert broken(checked(back)) == {}
-    back = memory.release(back, bools(1, 1, 1, 1))
+    back = release(back, bools(1, 1, 1, 1))
     assert int(memory.free_pages(back)) == 9
     assert broken(checked(back)) == {}
 
