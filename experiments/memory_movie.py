@@ -44,6 +44,9 @@ QUESTIONS = (
     "What is a page table?",
     "What is swapping?",
     "Name something that two processes may share.",
+    "What is a translation lookaside buffer, and what happens when it misses?",
+    "What is fragmentation?",
+    "Why are pages of equal size?",
 )
 BRANCHING = 1  # the request with several samples
 WAYS = {"recompute": "by recomputation", "swap": "by swapping"}
@@ -96,7 +99,7 @@ def prompts_of(args, model):
     found = texts(args)
     tokenizer = model.tokenizer
     if tokenizer is None:  # the random model reads bytes
-        head = "" if args.prompts else "You are terse. Answer well.\n"
+        head = "" if args.prompts else "You are terse. Answer now.\n"
         return [list((head + t).encode()[:200]) for t in found]
     if args.prompts or not getattr(tokenizer, "chat_template", None):
         return [tokenizer.encode(t) for t in found]
@@ -145,7 +148,7 @@ def engine(args, model, prompts, params, way):
         page_size=args.page_size,
         kv_cache_bytes=(pool_pages(args, prompts, params) + 1) * page.page_bytes,
         max_model_len=min(longest + 1, c.max_position_embeddings),
-        max_num_seqs=max(8, args.n),
+        max_num_seqs=max(16, args.n),
         enable_prefix_caching=args.prefix_caching,
         preemption=way,
         seed=args.seed,

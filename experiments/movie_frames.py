@@ -76,7 +76,7 @@ def view(event: Any, state: Any) -> View:
     lengths, entries = np.asarray(memory.lengths), np.asarray(memory.block_tables)
     held = {
         tuple(key): -(-int(lengths[row]) // memory.page_size)
-        for row, key in sorted(event.rows.items())
+        for row, key in sorted(event.rows.items(), key=lambda item: item[1])
         if lengths[row] > 0
     }
     row_of = {tuple(key): row for row, key in event.rows.items()}
@@ -96,7 +96,10 @@ def view(event: Any, state: Any) -> View:
 def changes(before: View, after: View) -> Changes:
     """What happened between two views."""
     got = Changes({}, {}, {}, {}, [], [], [], {}, [], {}, [])
-    held = {p: k for k, table in before.tables.items() for p in table if p}
+    held: dict[int, set[int]] = {}  # the requests that hold each page
+    for (request, _), table in before.tables.items():
+        for page in filter(None, table):
+            held.setdefault(page, set()).add(request)
     for key, table in after.tables.items():
         old = before.tables.get(key, ())
         if key not in before.tables:
@@ -110,17 +113,17 @@ def changes(before: View, after: View) -> Changes:
             if page == 0:
                 got.dropped.append(was)
                 continue
-            holder = held.get(page)
+            holders = held.setdefault(page, set())
             known = page in before.cached and before.cached[page] == after.cached.get(page)
-            if holder is not None and holder[0] == key[0]:
+            if key[0] in holders:
                 got.shared.setdefault(key, []).append(page)
-            elif holder is not None or known:
+            elif holders or known:
                 got.adopted.setdefault(key, []).append(page)
             elif source := _copied_from(before, after, key, column):
                 got.copied.setdefault(key, []).append((source, page))
             else:
                 got.taken.setdefault(key, []).append(page)
-            held.setdefault(page, key)
+            holders.add(key[0])
     for key, table in before.tables.items():
         if key not in after.tables:
             got.left[key] = [p for p in table if p]
@@ -170,24 +173,20 @@ def effects(kind: str, got: Changes) -> list[str]:
 # --- words ------------------------------------------------------------------------------------
 
 
-def caption(kind: str, got: Changes, written: Iterable[Key], waiting: Iterable[int], name) -> str:
+def caption(kind: str, got: Changes, written, waiting, again, name) -> str:
     """What happened, in plain words.
 
     Args:
       kind: the event's.
       got: what is different.
       written: sequences whose prompts were computed.
-      waiting: requests that have to wait from now on.
+      waiting: requests that have joined the queue.
+      again: requests that had to give way before.
       name: from (request, sample) to what it is called.
     """
     said = []
     if kind == "prefill":
-        names = listed([name(k) for k in written])
-        said.append(
-            f"The prompt of {names} is computed: its keys and values fill the pages."
-            if names
-            else "The next part of a long prompt is computed."
-        )
+        said.append(_prompts(written))
     if got.left:
         said.append(_leaving(kind, got, name))
     if got.evicted:
@@ -198,22 +197,30 @@ def caption(kind: str, got: Changes, written: Iterable[Key], waiting: Iterable[i
     twins = [k for k in got.arrived if k in got.shared or k in got.copied]
     if kind == "swap_in":
         for request in sorted({r for r, _ in got.arrived}):
-            said.append(_arrival([k for k in got.arrived if k[0] == request], True, got))
+            said.append(_arrival([k for k in got.arrived if k[0] == request], kind, again, got))
     else:
-        said += [_arrival([k], False, got) for k in got.arrived if k not in twins]
+        said += [_arrival([k], kind, again, got) for k in got.arrived if k not in twins]
         if twins:
             said.append(_split(twins, got, name))
     if got.grown:
         said.append(_growth(got, name))
     if got.dropped:
         said.append(f"{_pages(got.dropped)} left the sliding window and went back.")
-    if queue := [f"{r}" for r in waiting]:
-        many = len(queue) > 1
-        said.append(f"Request{'s' * many} {listed(queue)} must wait.")
+    if queue := _requests(waiting):
+        said.append(f"In the queue: {queue}.")
     return " ".join(said) or "Nothing changed."
 
 
-def _arrival(keys: list[Key], back: bool, got: Changes) -> str:
+def _prompts(written: Iterable[Key]) -> str:
+    requests = [r for r, _ in written]
+    many = len(requests) > 1
+    return (
+        f"The prompt{'s' * many} of {_requests(requests)} {'are' if many else 'is'} computed: keys "
+        f"and values fill {'their' if many else 'its'} pages."
+    )
+
+
+def _arrival(keys: list[Key], kind: str, again, got: Changes) -> str:
     taken = sorted({p for k in keys for p in got.taken.get(k, [])})
     adopted = sorted({p for k in keys for p in got.adopted.get(k, [])})
     parts = []
@@ -221,8 +228,10 @@ def _arrival(keys: list[Key], back: bool, got: Changes) -> str:
         parts.append(f"{_pages(taken)} taken from the free list")
     if adopted:
         parts.append(f"{_pages(adopted)} adopted from the prefix cache")
-    verb = "came back from host memory" if back else "was admitted"
-    return f"Request {keys[0][0]} {verb}: {', '.join(parts) or 'no new page'}."
+    request = keys[0][0]
+    verb = "was admitted again" if request in again else "was admitted"
+    verb = "came back from host memory" if kind == "swap_in" else verb
+    return f"Request {request} {verb}: {', '.join(parts) or 'no new page'}."
 
 
 def _split(twins: list[Key], got: Changes, name) -> str:
@@ -264,7 +273,7 @@ def _leaving(kind: str, got: Changes, name) -> str:
     if others := held - set(got.freed) - set(got.kept):
         ends.append(f"{_pages(sorted(others))} still held by others")
     after = f": {', '.join(ends)}." if ends else "."
-    requests = listed([f"request {r}" for r in sorted({r for r, _ in got.left})])
+    requests = _requests({r for r, _ in got.left})
     if kind == "preempt":
         return f"Pages ran out: {requests} gave way and will be computed again later{after}"
     if kind == "swap_out":
@@ -275,6 +284,16 @@ def _leaving(kind: str, got: Changes, name) -> str:
 def listed(words: list[str]) -> str:
     """ "a", "a and b", "a, b and c"."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def _requests(requests: Iterable[int]) -> str:
+    """ "request 3", "requests 3, 4 and 7", "requests 3 to 9"; "" for none"""
+    found = sorted(set(requests))
+    if len(found) < 2:
+        return "".join(f"request {r}" for r in found)
+    if len(found) > 3 and found[-1] - found[0] == len(found) - 1:
+        return f"requests {found[0]} to {found[-1]}"
+    return f"requests {listed([str(r) for r in found])}"
 
 
 def _pages(pages: list[int]) -> str:
@@ -327,10 +346,11 @@ class Recorder:
     def _add(self, kind: str, now: View) -> None:
         got = changes(self.last, now)
         written = self._fill(kind, now, got)
-        late = [r for r in now.waiting if r not in self.last.waiting and r not in self.parked]
+        again = list(self.parked)
         self._park(kind, now, got)
+        late = [r for r in now.waiting if r not in self.last.waiting and r not in self.parked]
         if written or late or any(got):
-            text = caption(kind, got, written, late, self.name)
+            text = caption(kind, got, written, late, again, self.name)
             self.frames.append(self._frame(kind, text, now, got))
         self.last = now
 
@@ -403,11 +423,9 @@ class Recorder:
             "cached": sorted(now.cached),
             "idle": [[p, *self.content.get(p, (-1, 0))] for p in idle],
             "waiting": [[r, self.parked.get(r)] for r in now.waiting],
-            "taken": sorted({p for ps in got.taken.values() for p in ps}),
-            "joined": sorted(
-                {p for d in (got.shared, got.adopted) for ps in d.values() for p in ps}
-            ),
-            "copied": [list(pair) for pairs in got.copied.values() for pair in pairs],
+            "taken": _places(got.taken),
+            "joined": _places(got.shared) + _places(got.adopted),
+            "copied": [[*key, *pair] for key, pairs in got.copied.items() for pair in pairs],
             "freed": sorted({*got.freed, *got.evicted} - set(holders)),
             "counters": {
                 "free": pages - len(holders) - len(idle),
@@ -418,6 +436,11 @@ class Recorder:
                 "saved": 1 - len(holders) / entries if entries else None,
             },
         }
+
+
+def _places(pages: dict[Key, list[int]]) -> list[list[int]]:
+    """[request, sample, page] of each."""
+    return [[*key, page] for key, found in pages.items() for page in found]
 
 
 def seen(frames: list[dict[str, Any]]) -> dict[str, int]:

@@ -4,7 +4,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b5a500",
-  "#7a5fd0", "#9a6a4f", "#748296"];
+  "#7a5fd0", "#9a6a4f", "#748296", "#c2185b", "#5aa832"];
 const KINDS = { admit: "Admission", prefill: "Prefill", fork: "Fork", decode: "Decode",
   preempt: "Preemption", swap_out: "Swap out", swap_in: "Swap in", release: "Release",
   evict: "Eviction", window: "Window" };
@@ -60,10 +60,14 @@ function tokensOf(request, sample) {
   return known.prompt.concat(known.samples[sample] || []);
 }
 
-function changeOf(frame, page) {
-  if (frame.taken.includes(page) || frame.copied.some(([, target]) => target === page)) return "taken";
-  if (frame.joined.includes(page)) return "joined";
-  return frame.freed.includes(page) ? "freed" : "";
+// What became of a page in this frame; with an owner, of its entry in that sequence's table.
+function changeOf(frame, page, owner) {
+  const here = ([request, sample, found]) => found === page
+    && (!owner || (owner[0] === request && owner[1] === sample));
+  const copies = frame.copied.map(([request, sample, , target]) => [request, sample, target]);
+  if (frame.taken.some(here) || copies.some(here)) return "taken";
+  if (frame.joined.some(here)) return "joined";
+  return !owner && frame.freed.includes(page) ? "freed" : "";
 }
 
 // --- drawing ---------------------------------------------------------------------------------
@@ -118,7 +122,7 @@ function drawArrows(frame) {
     const cell = $("pool").querySelector(`.page[data-page="${page}"]`).getBoundingClientRect();
     return [cell.left + cell.width / 2 - box.left, cell.top + 38 - box.top];
   };
-  for (const [source, target] of frame.copied) {
+  for (const [, , source, target] of frame.copied) {
     const [x1, y1] = centre(source), [x2, y2] = centre(target);
     svg.append(shape("line", { x1, y1, x2, y2, "marker-end": "url(#head)" }));
   }
@@ -131,10 +135,11 @@ function drawTables(frame) {
     swatch.style.background = colour([request, sample]);
     const tokens = computed < length ? `${computed} of ${length} tokens` : `${length} tokens`;
     const who = make("button", "who", swatch, nameOf(request, sample), make("small", "", tokens));
+    who.title = tokensOf(request, sample).slice(0, length).join("");
     who.dataset.sequence = `${request} ${sample}`;
     const entries = table.map((page, column) => {
       const bar = make("i");
-      const entry = make("button", `entry ${page ? changeOf(frame, page) : "dropped"}`,
+      const entry = make("button", `entry ${page ? changeOf(frame, page, [request, sample]) : "dropped"}`,
         make("small", "", `${column}`), page ? `${page}` : "–", bar);
       const share = (100 * (fill.get(page) || 0)) / run.page_size, tint = colour([request, sample]);
       if (page) bar.style.background = `linear-gradient(90deg, ${tint} ${share}%, ${tint}40 ${share}%)`;
@@ -257,6 +262,7 @@ function drawHot() {
     : page === undefined || page === null ? [] : describePage(frame, +page);
   const hint = make("p", "quiet", "Point at a page, a table entry or a sequence, or tap it, to see "
     + "what is in it.");
+  $("details").classList.toggle("open", lines.length > 0);
   $("details").replaceChildren(...(lines.length ? lines : [hint]));
 }
 
@@ -301,7 +307,8 @@ function show(index) {
   drawHot();
   for (const chip of $("effects").children)
     chip.classList.toggle("now", frame.effects.includes(chip.dataset.effect));
-  history.replaceState(null, "", `#run=${data.runs.indexOf(run)}&frame=${at + 1}`);
+  const link = `#run=${data.runs.indexOf(run)}&frame=${at + 1}`;
+  try { history.replaceState(null, "", link); } catch { /* a sandbox that forbids it */ }
 }
 
 function pause() {
@@ -347,6 +354,7 @@ function choose(index, frame) {
   hot = null;
   pinned = false;
   $("runs").value = data.runs.indexOf(run);
+  $("total").textContent = run.num_pages - 1;
   $("slider").max = run.frames.length - 1;
   buildPool();
   drawChart();
