@@ -233,7 +233,7 @@ function describePage(frame, page) {
     : "only the prefix cache holds it";
   const cached = owners && frame.cached.includes(page) ? "; the prefix cache knows it too" : "";
   const lines = [make("p", "", make("b", "", `Page ${page}`), `: ${who}${cached}. `
-    + `${filled} of ${size} slots filled.`)];
+    + `${filled} of ${size} slots filled; reference count ${frame.refcount[page]}.`)];
   if (request >= 0) lines.push(tokenSpans(tokensOf(request, sample),
     run.requests[request].prompt.length, column * size, column * size + filled));
   return lines;
@@ -386,7 +386,7 @@ document.addEventListener("click", (e) => {
 document.addEventListener("keydown", (e) => {
   if (e.ctrlKey || e.altKey || e.metaKey || e.target.matches("select")) return;
   const keys = { ArrowLeft: () => go(at - 1), ArrowRight: () => go(at + 1), Home: () => go(0),
-    End: () => go(run.frames.length - 1), "+": () => faster(1), "-": () => faster(-1), " ": toggle };
+    End: () => go(run.frames.length - 1), "+": () => faster(1), "=": () => faster(1), "-": () => faster(-1), " ": toggle };
   if (!keys[e.key] || (e.key === " " && e.target.matches("button, summary"))) return;
   e.preventDefault();
   keys[e.key]();
