@@ -120,7 +120,8 @@ def _copies(a: View, b: View):
                 continue
             source, target = parent.pages[full], after.pages[full]
             kin = any(parent.pages[:full])
-            copied = parent.pages[:full] == after.pages[:full] and target not in a.refcounts
+            copied = parent.pages[:full] == after.pages[:full]
+            copied = copied and target != 0 and target not in a.refcounts
             if a.contents is not None and b.contents is not None and copied:
                 x, y = a.contents[source][:rest], b.contents[target][:rest]
                 copied, kin = np.array_equal(x, y), kin or bool(x.any())

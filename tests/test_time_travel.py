@@ -277,6 +277,16 @@ def test_a_partial_first_page_is_known_as_a_copy_by_its_bits_alone():
     assert diff(before, forked(state, ints(-1, 0, -1, -1))).copied == ((1, 2),)
 
 
+def test_a_new_row_whose_window_moved_past_the_place_is_no_copy():
+    state = reserved(start(), ints(3, 0, 0, 0))
+    before = save(state)
+    state = reserved(state, ints(3, 6, 0, 0))
+    state = state._replace(memory=memory.release_before(state.memory, ints(0, 4, 0, 0)))
+    found = diff(before, state)
+    assert found.rows == ((1, NOTHING, Row(6, (0, 3))),)
+    assert (found.allocated, found.copied) == ((3,), ())
+
+
 def test_the_order_of_free_pages_is_a_difference():
     state = memory.init(N, B, M, P)
     again, _ = memory.reserve(state, ints(12, 0, 0, 0))
