@@ -11,8 +11,9 @@ once with preemption by recomputation and once by swapping to host memory. `--pr
 own, one a line. `--quick` runs a small random model that reads and writes bytes.
 
 JSON keys:
-  runs     list of {name, frames, events (frames by the engine's kind of program), effects (frames
-           that show each thing), not_seen (what this run does not show), stats (of the engine)}
+  runs     list of {name, frames, events (by the engine's kind of program), effects (frames that
+           show each thing), not_seen (what this run does not show), refused (prompts that can
+           never fit, and why), stats (of the engine)}
   html     {file, bytes}
   environment, config
 """
@@ -162,10 +163,11 @@ def record(args, model, prompts, params, way):
         args.page_size, {i: p.n for i, p in enumerate(params)}, PREFILL_BUCKETS[-1][0]
     )
     llm.observer = recorder
-    said = [[[] for _ in range(p.n)] for p in params]
+    said, refused = [[[] for _ in range(p.n)] for p in params], []
     with common.bar(sum(p.n for p in params), f"preemption {WAYS[way]}", "answer") as bar:
         for output in llm.stream(prompts, params):
             if output.error:
+                refused.append(output.error)
                 common.report(f"refused: {output.error}")
             said[int(output.request_id)] = [c.token_ids for c in output.outputs]
             bar.update(0 if not output.finished else len(output.outputs))
@@ -188,6 +190,7 @@ def record(args, model, prompts, params, way):
         "frames": len(recorder.frames),
         "events": dict(recorder.counts),
         "effects": effects,
+        "refused": refused,
         "not_seen": [e for e in expected(args, model, way) if not effects[e]],
         "stats": llm.stats(),
     }

@@ -280,6 +280,12 @@ function point(event, keep) {
   drawHot();
 }
 
+function letGo() {
+  hot = null;
+  pinned = false;
+  drawHot();
+}
+
 for (const id of ["pool", "tables"]) {
   $(id).addEventListener("pointerover", (e) => e.pointerType === "mouse" && point(e, false));
   $(id).addEventListener("focusin", (e) => e.target.matches(":focus-visible") && point(e, false));
@@ -386,7 +392,8 @@ document.addEventListener("click", (e) => {
 document.addEventListener("keydown", (e) => {
   if (e.ctrlKey || e.altKey || e.metaKey || e.target.matches("select")) return;
   const keys = { ArrowLeft: () => go(at - 1), ArrowRight: () => go(at + 1), Home: () => go(0),
-    End: () => go(run.frames.length - 1), "+": () => faster(1), "=": () => faster(1), "-": () => faster(-1), " ": toggle };
+    End: () => go(run.frames.length - 1), "+": () => faster(1), "=": () => faster(1), "-": () => faster(-1), " ": toggle,
+    Escape: letGo };
   if (!keys[e.key] || (e.key === " " && e.target.matches("button, summary"))) return;
   e.preventDefault();
   keys[e.key]();
@@ -400,5 +407,10 @@ data.runs.forEach((r, i) => {
 });
 $("runs-label").hidden = data.runs.length < 2;
 $("player").hidden = false;
-const wanted = new URLSearchParams(location.hash.slice(1));
-choose(+(wanted.get("run") || 0), +(wanted.get("frame") || 1) - 1);
+function follow() { // a link to a frame
+  const wanted = new URLSearchParams(location.hash.slice(1));
+  choose(+(wanted.get("run") || 0), +(wanted.get("frame") || 1) - 1);
+}
+
+window.addEventListener("hashchange", follow);
+follow();
