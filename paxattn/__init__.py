@@ -10,6 +10,7 @@ The parts: `geometry` (bytes), `kv_pool` (the pages), `allocator`, `block_tables
 page is whose), `contiguous` (the traditional caches), `llama` (the model), `engine` (the loop).
 """
 
+from paxattn.beam_search import BeamSearchParams
 from paxattn.engine import LLM
 from paxattn.geometry import PageGeometry
 from paxattn.llama_config import LlamaConfig
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "LlamaConfig",
     "Logprob",

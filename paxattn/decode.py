@@ -1,15 +1,17 @@
 """The compiled steps of the engine: the only place where it jits and donates.
 
-Six programs, each compiled once for each shape bucket:
+The programs, each compiled once for each shape bucket:
   prefill   a packed chunk of prompt tokens of several sequences in one ragged call, and the first
             token of every sequence whose prompt it completes;
   decode    up to `MAX_STEPS` tokens for each row, page allocation included, without returning to
             the host; it comes back when a row ends (half of the rows, where nobody waits for
             one), pages run out or the step budget is used up;
+  mixed     chunks of prompts and one token for each of the rows that decode, in one call;
   tables    reserve or release rows;
   prefix    the same with a prefix cache: admit a prompt, release rows, evict idle pages;
   window    release the pages that left the sliding window;
-  fork      rows that share their parents' full pages and copy the partial last one.
+  fork      rows that share their parents' full pages and copy the partial last one;
+  swap      which pages rows hold, their contents to the host, and from the host into new pages.
 
 A row's arithmetic does not depend on what else is in the batch: dense products of two or more
 rows give each row the same bits whatever their number, and attention cuts a sequence at absolute
@@ -25,10 +27,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import paged_attention, ragged_paged_attention
-from paxattn import contiguous, kv_pool, prefix_cache
+from paxattn import contiguous, kv_pool, prefix_cache, swap
 from paxattn import memory as paged
 from paxattn.kv_pool import KVPool
 from paxattn.llama import Llama
+from paxattn.llama_config import LlamaConfig
 from paxattn.prefix_cache import PrefixCache
 from paxattn.sampling import HostArray, SamplingArrays, logprobs_of, sample
 
@@ -116,21 +119,12 @@ def _prefill(
     pool, memory, _ = state
     slots = ops_of(memory).slot_mapping(memory, inputs.token_rows, inputs.positions)
     tables, _ = _table_rows(memory, inputs.seq_rows)
-    scale = config.head_dim**-0.5
 
     def attend(layer, q, k, v, pool):
         pool = kv_pool.write(pool, layer, k, v, slots)
+        pages, how = _pages_of(pool, layer, config)
         out = ragged_paged_attention(
-            q,
-            (pool.k[layer], pool.v[layer]),
-            inputs.kv_lens,
-            tables,
-            inputs.cu_q_lens,
-            inputs.num_seqs,
-            sm_scale=scale,
-            sliding_window=config.layer_window(layer),
-            kv_layout=pool.layout,
-            kv_dtype=pool.kv_dtype,
+            q, pages, inputs.kv_lens, tables, inputs.cu_q_lens, inputs.num_seqs, **how
         )
         return out, pool
 
@@ -141,6 +135,76 @@ def _prefill(
     # One sequence may be sampled several times: the samples of a prompt that is computed once.
     logits = apply({"params": params}, hidden[inputs.sampled_at], method="unembed")
     return state._replace(pool=pool), _choose(logits, sampling, inputs.generated, choice)
+
+
+def _mixed(
+    model: Llama,
+    choice: Choice,
+    params,
+    state: State,
+    rows: DecodeInputs,
+    chunks: PrefillInputs,
+    rows_sampling: SamplingArrays,
+    chunks_sampling: SamplingArrays,
+) -> tuple[State, Sampled, Sampled]:
+    """One decode step of b rows beside T tokens of prompts.
+
+    The dense layers see one batch, so the weights are read once. Attention is asked twice, each
+    kind of token as in its own program. Products of other sizes than there sum in another order,
+    so hidden states may differ from theirs in the last bits. Returns the next token of each row,
+    [b], and of each sampled place of the chunks, [S].
+    """
+    config = model.config
+    ops = ops_of(state.memory)
+    b = rows.rows.shape[0]
+    max_rows = state.memory.lengths.shape[0]
+    active = rows.rows >= 0
+    at = jnp.where(active, rows.rows, max_rows)
+    memory, slots, _ = ops.append(
+        state.memory, jnp.zeros(max_rows, bool).at[at].set(True, mode="drop")
+    )
+    slots = jnp.where(active, slots[jnp.maximum(rows.rows, 0)], 0)
+    slots = jnp.concatenate([slots, ops.slot_mapping(memory, chunks.token_rows, chunks.positions)])
+    tables, lengths = _table_rows(memory, rows.rows)
+    chunk_tables, _ = _table_rows(memory, chunks.seq_rows)
+
+    def attend(layer, q, k, v, pool):
+        pool = kv_pool.write(pool, layer, k, v, slots)
+        pages, how = _pages_of(pool, layer, config)
+        decoded = paged_attention(q[:b], *pages, tables, lengths, **how)
+        prefilled = ragged_paged_attention(
+            q[b:],
+            pages,
+            chunks.kv_lens,
+            chunk_tables,
+            chunks.cu_q_lens,
+            chunks.num_seqs,
+            **how,
+        )
+        return jnp.concatenate([decoded, prefilled]), pool
+
+    tokens = jnp.concatenate([rows.tokens, chunks.tokens])
+    positions = jnp.concatenate([jnp.maximum(lengths - 1, 0), chunks.positions])
+    context_lens = jnp.concatenate([lengths, chunks.context_lens])
+    apply: Any = model.apply
+    hidden, pool = apply({"params": params}, tokens, positions, context_lens, state.pool, attend)
+    hidden = jnp.concatenate([hidden[:b], hidden[b + chunks.sampled_at]])
+    logits = apply({"params": params}, hidden, method="unembed")
+    return (
+        state._replace(pool=pool, memory=memory),
+        _choose(logits[:b], rows_sampling, rows.generated, choice),
+        _choose(logits[b:], chunks_sampling, chunks.generated, choice),
+    )
+
+
+def _pages_of(pool: KVPool, layer: int, config: LlamaConfig) -> tuple[tuple, dict[str, Any]]:
+    """A layer's pages, and how attention is to read them."""
+    return (pool.k[layer], pool.v[layer]), dict(
+        sm_scale=config.head_dim**-0.5,
+        sliding_window=config.layer_window(layer),
+        kv_layout=pool.layout,
+        kv_dtype=pool.kv_dtype,
+    )
 
 
 class _Loop(NamedTuple):
@@ -236,23 +300,11 @@ def decode_logits(
     slots: jax.Array,  # [b] int32: where the tokens' keys and values go
 ) -> tuple[jax.Array, KVPool]:
     """One decode step: logits [b, V] float32 after `tokens`, and the pool that holds them."""
-    config = model.config
-    scale = config.head_dim**-0.5
 
     def attend(layer, q, k, v, pool):
         pool = kv_pool.write(pool, layer, k, v, slots)
-        out = paged_attention(
-            q,
-            pool.k[layer],
-            pool.v[layer],
-            tables,
-            lengths,
-            sm_scale=scale,
-            sliding_window=config.layer_window(layer),
-            kv_layout=pool.layout,
-            kv_dtype=pool.kv_dtype,
-        )
-        return out, pool
+        pages, how = _pages_of(pool, layer, model.config)
+        return paged_attention(q, *pages, tables, lengths, **how), pool
 
     positions = jnp.maximum(lengths - 1, 0)
     apply: Any = model.apply  # Flax's own type has mutable collections in it
@@ -278,6 +330,10 @@ class Programs:
         self.compiled: dict[str, int] = {}
         self.prefill = self._by_choice("prefill", partial(_prefill, model))
         self.decode = self._by_choice("decode", partial(_decode, model))
+        self.mixed = self._by_choice("mixed", partial(_mixed, model))
+        self.pages_of = self._jit("swap", swap.pages_of, donate=())
+        self.take_pages = self._jit("swap", kv_pool.take_pages, donate=())
+        self.swap_in = self._jit("swap", _swap_in, donate=0)
         self.reserve = self._jit("tables", _reserve, donate=0)
         self.release = self._jit("tables", _release, donate=0)
         self.release_before = self._jit("window", paged.release_before, donate=0)
@@ -308,6 +364,21 @@ def _fork(state: State, parents: jax.Array) -> tuple[State, jax.Array]:
     """Rows b become copies of rows parents[b] ([B] int32; -1 for none), pages and content."""
     memory, (sources, targets), ok = paged.fork(state.memory, parents)
     return state._replace(pool=kv_pool.copy_pages(state.pool, sources, targets), memory=memory), ok
+
+
+def _swap_in(
+    state: State,
+    rows: jax.Array,
+    entries: jax.Array,
+    lengths: jax.Array,
+    count: jax.Array,
+    contents: KVPool,
+) -> tuple[State, jax.Array]:
+    """Sequences come back from host memory to empty rows, see `swap.restore`."""
+    memory, pages, ok = swap.restore(state.memory, rows, entries, lengths, count)
+    width = contents.num_pages
+    pages = jnp.pad(pages, (0, max(0, width - pages.shape[0])))[:width]
+    return state._replace(pool=kv_pool.put_pages(state.pool, pages, contents), memory=memory), ok
 
 
 def _available(memory: Any, cache: PrefixCache) -> jax.Array:

@@ -1,42 +1,40 @@
 """`LLM`: prompts in, completions out, on paged memory with continuous batching.
 
-The host decides who runs (`scheduler`), the device does everything else (`decode`): this file
-turns sequences into padded arrays, calls a program, and hands its tokens back to the sequences.
+The host decides who runs (`scheduler`), the device does everything else (`decode`): this file is the
+loop between them. It hands sequences to a program (`batch` makes arrays of them, `device_state`
+keeps their pages) and the program's tokens back to the sequences (`completion`).
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxattn import contiguous, kv_pool, prefix_cache
-from paxattn import memory as paged
+from paxattn import batch, beam_search, completion
+from paxattn.batch import PREFILL_BUCKETS, row_bucket
+from paxattn.beam_search import BeamSearchParams
 from paxattn.capacity import Capacity, plan_capacity
-from paxattn.decode import MAX_STEPS, Choice, DecodeInputs, PrefillInputs, Programs, State
-from paxattn.detokenize import append_token
+from paxattn.decode import MAX_STEPS, State
+from paxattn.device_state import DeviceState, Event
 from paxattn.inputs import Prompt, compute_dtype, load_model, parse_prompts
-from paxattn.llama import Llama
-from paxattn.request import CompletionOutput, Logprob, RequestOutput
+from paxattn.request import RequestOutput
 from paxattn.request import Sequence as Running
-from paxattn.sampling import SamplingArrays, sample_seed
-from paxattn.sampling_params import MAX_LOGPROBS, SamplingParams
-from paxattn.scheduler import Chunk, Scheduler, children
+from paxattn.sampling import sample_seed
+from paxattn.sampling_params import SamplingParams
+from paxattn.scheduler import Chunk
 
-# (packed tokens, sequences) of one prefill, and the fewest rows of one decode. With eight or more,
-# a power of two, XLA's CPU backend gives a row the same bits in every bucket; below, its vector
-# loops differ.
-PREFILL_BUCKETS = ((64, 16), (256, 64), (512, 128))
-FEWEST_ROWS = 8
+_BUSY = "this LLM is serving another call; exhaust or close that iterator first"
 STREAM_STEPS = 4  # decode steps between two looks of a streaming caller
+SWAP_BYTES = 4 * 2**30  # host memory for swapped pages, unless the caller says otherwise
 
 
 class StepRecord(NamedTuple):
     """One program run, as `LLM.history` keeps it for measurements."""
 
-    kind: str  # "prefill" or "decode"
+    kind: str  # "prefill", "decode", or "mixed": chunks of prompts beside a decode step
     started: float  # seconds, time.perf_counter
     seconds: float
     compiled: bool  # a program was compiled in this time
@@ -71,7 +69,20 @@ class LLM:
         again. Tokens are the same with and without. Off unless asked for: cached pages make one
         caller's prompt faster for what another one sent, so tenants who must not learn that of
         each other need a salt each: `{"prompt": ..., "cache_salt": "tenant"}`.
+      preemption: what becomes of the pages of the youngest sequences when pages run out:
+        "recompute" forgets them and computes them again, "swap" keeps them in host memory, "auto"
+        takes the cheaper one by what both have cost so far. Tokens are the same with each.
+      swap_bytes: the most host memory for swapped pages; beyond it pages are computed again.
+      max_num_batched_tokens: token budget of a step. Prompts are then computed in chunks beside
+        the decode steps of the others, so a long prompt stalls nobody for longer than one such
+        step. None computes prompts first, up to 512 tokens at a time, which serves a batch
+        soonest. Tokens are the same, but for ties within float rounding.
       compilation_cache: keep compiled programs in the user's cache folder for the next process.
+
+    Attributes:
+      history: set it to [] to have each program run recorded as a `StepRecord`.
+      observer: a function of (`Event`, `State`) that is called after each program that changed the
+        memory, or None. The state's arrays are valid during the call only.
 
     Raises:
       ValueError: an option that cannot be honoured, with its value and the remedy; or a model that
@@ -90,12 +101,21 @@ class LLM:
         cache: str = "paged",
         seed: int = 0,
         enable_prefix_caching: bool = False,
+        preemption: str = "auto",
+        swap_bytes: int = SWAP_BYTES,
+        max_num_batched_tokens: int | None = None,
         compilation_cache: bool = True,
     ):
         if cache not in ("paged", "reserve-max"):
             raise ValueError(f"cache must be 'paged' or 'reserve-max'; got {cache!r}")
+        if preemption not in ("auto", "recompute", "swap"):
+            raise ValueError(
+                f"preemption must be 'auto', 'recompute' or 'swap'; got {preemption!r}"
+            )
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"seed must be an integer; got {seed!r}")
+        if isinstance(swap_bytes, bool) or not isinstance(swap_bytes, int) or swap_bytes < 0:
+            raise ValueError(f"swap_bytes must be 0 or a positive integer; got {swap_bytes!r}")
         wanted = compute_dtype(dtype)
         if compilation_cache:
             _use_compilation_cache()
@@ -108,6 +128,7 @@ class LLM:
         self.params = jax.tree.map(lambda x: jnp.asarray(x, self.dtype), loaded.params)
         self.cache = cache
         self.seed = seed
+        self.preemption = preemption
         self.prefix_caching = bool(enable_prefix_caching)
         if self.prefix_caching:
             _check_prefix_caching(self.config, cache)
@@ -120,29 +141,29 @@ class LLM:
             max_num_seqs=max_num_seqs,
             reserved=cache == "reserve-max",
         )
-        windows = [self.config.layer_window(i) for i in range(self.config.num_layers)]
-        self._window = None if None in windows else max(w for w in windows if w is not None)
-        self.history: list[StepRecord] | None = None  # set to [] to record each program run
-        self._programs = Programs(Llama(self.config, self.dtype))
+        self._mixed = _mixed_tokens(max_num_batched_tokens, self.capacity.max_rows)
+        self.history: list[StepRecord] | None = None
+        self._device = DeviceState(
+            self.config,
+            self.dtype,
+            self.capacity,
+            cache == "reserve-max",
+            self.prefix_caching,
+            swap_bytes,
+        )
         self._requests = 0
         self._preemptions = 0
-        self._prefix = {"hits": 0, "misses": 0, "evictions": 0, "saved_tokens": 0}
         self._entry_steps = 0  # table entries, and pages in use, summed over decode steps
         self._page_steps = 0
-        self._reset()
+        self._costs = {"prefill": 0.0, "decode": 0.0}  # seconds a token, and a row's step
 
-    def _reset(self) -> None:
-        """An empty pool and an empty memory."""
-        c, plan = self.config, self.capacity
-        ops = contiguous if self.cache == "reserve-max" else paged
-        self._state = State(
-            kv_pool.init(
-                c.num_layers, plan.num_pages, plan.page_size, c.num_kv_heads, c.head_dim, self.dtype
-            ),
-            ops.init(plan.num_pages, plan.max_rows, plan.pages_per_seq, plan.page_size),
-            prefix_cache.init(plan.num_pages, plan.page_size) if self.prefix_caching else None,
-        )
-        self._scheduler = Scheduler(plan.max_rows, plan.page_size, self.cache == "reserve-max")
+    @property
+    def observer(self) -> Callable[[Event, State], None] | None:
+        return self._device.observer
+
+    @observer.setter
+    def observer(self, function: Callable[[Event, State], None] | None) -> None:
+        self._device.observer = function
 
     # ------------------------------------------------------------------ what a user calls
 
@@ -195,9 +216,86 @@ class LLM:
         """Like `generate`, but yields each `RequestOutput` as soon as it is finished."""
         return self._run(prompts, sampling_params, stream=False)
 
+    def beam_search(
+        self, prompts: Any, params: BeamSearchParams | None = None
+    ) -> list[RequestOutput]:
+        """The likeliest completions of each prompt, by beam search.
+
+        Beams share their pages copy-on-write; several prompts run together, and a request's beams
+        come and go together when pages run out.
+
+        Args:
+          prompts: as `generate`.
+          params: of all prompts; None for four beams and 16 tokens.
+
+        Returns:
+          One `RequestOutput` a prompt, whose `outputs` are its completions, the best first, with
+          their log-probability as `cumulative_logprob`.
+
+        Raises:
+          ValueError: as `generate`, a beam width that can never run, or a traditional cache.
+        """
+        params = params or BeamSearchParams()
+        if self.cache == "reserve-max":
+            raise ValueError(
+                "beam_search needs cache='paged': the traditional cache shares nothing"
+            )
+        parsed = parse_prompts(prompts, params.sampling(), self.tokenizer, self.config.vocab_size)
+        requests = [self._samples(i, prompt) for i, prompt in enumerate(parsed)]
+        beam_search.check(params, requests, self.capacity.max_rows, self.config.vocab_size)
+        outputs = [
+            completion.refused(i, prompt, error) if error else None
+            for i, (prompt, error) in enumerate(zip(parsed, self._refusals(parsed), strict=True))
+        ]
+        if outputs and all(outputs):
+            raise ValueError(outputs[0].error)
+        if self._scheduler.has_work():
+            raise RuntimeError(_BUSY)
+        accepted = [list(r) for r, refused in zip(requests, outputs, strict=True) if not refused]
+        for sequence, finished in beam_search.serve(self, accepted, params):
+            outputs[sequence.index] = beam_search.output(
+                sequence, finished, params.n, self.tokenizer
+            )
+        return outputs
+
+    def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None) -> str:
+        """Queues one prompt for `step`, for callers whose requests arrive while others run.
+
+        Returns:
+          The request's id, which its outputs carry.
+
+        Raises:
+          ValueError: as `generate`; also a prompt that can never fit. Nothing is queued then.
+        """
+        parsed = parse_prompts([prompt], sampling_params, self.tokenizer, self.config.vocab_size)
+        (error,) = self._refusals(parsed)
+        if error is not None:
+            raise ValueError(error)
+        index = self._requests
+        self._queue(self._samples(index, parsed[0]))
+        return str(index)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self._scheduler.has_work()
+
+    def step(self) -> list[RequestOutput]:
+        """One program run on the queued requests; returns those that have new tokens.
+
+        A request that is finished is returned once with `finished` set, and then forgotten.
+        """
+        if not self._scheduler.has_work():
+            return []
+        try:
+            touched = self._advance(stream=True)
+        except BaseException:
+            self._device.abandon()
+            raise
+        return [completion.request_output(samples) for samples in _requests(touched)]
+
     def batch_sizes(self) -> list[int]:
         """Rows of the decode programs that this engine may compile."""
-        return sorted({_bucket(rows) for rows in range(1, self.capacity.max_rows + 1)})
+        return sorted({row_bucket(rows) for rows in range(1, self.capacity.max_rows + 1)})
 
     def stats(self) -> dict[str, Any]:
         """Pages, tokens and programs as they stand now.
@@ -209,14 +307,14 @@ class LLM:
         only the prefix cache holds: any sequence can have them. `prefix_hits` and `_misses` count
         full prompt pages when a request is admitted for the first time (not when it returns from
         a preemption), `prefix_saved_tokens` the prompt tokens that were therefore not computed.
+        `pages_swapped_out` and `_in` count pages since the engine was made; `swap_bytes_used` is
+        what host memory holds now.
         """
-        plan, memory = self.capacity, self._state.memory
-        tokens = int(jnp.sum(memory.lengths))
-        ops = contiguous if self.cache == "reserve-max" else paged
-        free = int(ops.free_pages(memory))
-        cached = 0 if self._state.prefix is None else self._free_pages() - free
-        used = plan.num_pages - 1 - free - cached
-        entries, shared = self._sharing()
+        plan, device = self.capacity, self._device
+        free, used, cached = device.page_counts()
+        entries, shared = device.sharing()
+        tokens = device.tokens() - device.dropped_tokens()
+        prefix = ("hits", "misses", "evictions", "saved_tokens")
         return {
             "cache": self.cache,
             "page_size": plan.page_size,
@@ -224,289 +322,162 @@ class LLM:
             "pages_free": free,
             "pages_used": used,
             "pages_cached": cached,
-            "tokens_held": tokens - self._dropped_tokens(),
-            "waste_tokens": entries * plan.page_size - tokens + self._dropped_tokens(),
+            "tokens_held": tokens,
+            "waste_tokens": entries * plan.page_size - tokens,
             "pages_shared": shared,
             "page_entries": entries,
             "memory_saved": _saved(entries, used),
             "memory_saved_mean": _saved(self._entry_steps, self._page_steps),
-            "kv_cache_bytes": self._state.pool.nbytes,
+            "kv_cache_bytes": device.state.pool.nbytes,
             "max_num_seqs": plan.max_rows,
             "max_model_len": plan.max_model_len,
-            **{f"prefix_{name}": count for name, count in self._prefix.items()},
+            **{f"prefix_{name}": device.counts[name] for name in prefix},
             "preemptions": self._preemptions,
+            "pages_swapped_out": device.counts["swapped_out"],
+            "pages_swapped_in": device.counts["swapped_in"],
+            "swap_bytes_used": device.swap_used,
             "requests": self._requests,
-            "compiled_programs": sum(self._programs.compiled.values()),
-            "compiled_by_kind": dict(self._programs.compiled),
+            "compiled_programs": device.compiled(),
+            "compiled_by_kind": dict(device.programs.compiled),
         }
 
     # ------------------------------------------------------------------ the loop
+
+    @property
+    def _scheduler(self):
+        return self._device.scheduler
 
     def _run(self, prompts: Any, sampling_params: Any, stream: bool) -> Iterator[RequestOutput]:
         parsed = parse_prompts(prompts, sampling_params, self.tokenizer, self.config.vocab_size)
         accepted: list[list[Running]] = []
         refused: list[RequestOutput] = []
-        for i, prompt in enumerate(parsed):
-            error = self.capacity.refusal(len(prompt.token_ids))
-            if error is None:
-                error = self.capacity.group_refusal(
-                    len(prompt.token_ids), prompt.params.n, PREFILL_BUCKETS[-1][1]
-                )
+        for i, (prompt, error) in enumerate(zip(parsed, self._refusals(parsed), strict=True)):
             if error is None:
                 accepted.append(self._samples(i, prompt))
             else:
-                refused.append(_refused(i, prompt, f"prompt {i}: {error}"))
+                refused.append(completion.refused(i, prompt, error))
         return self._serve(accepted, refused, stream)
+
+    def _refusals(self, parsed: list[Prompt]) -> list[str | None]:
+        """Why each prompt can never run, or None."""
+        errors = []
+        for i, prompt in enumerate(parsed):
+            tokens = len(prompt.token_ids)
+            error = self.capacity.refusal(tokens) or self.capacity.group_refusal(
+                tokens, prompt.params.n, self._most_samples()
+            )
+            errors.append(None if error is None else f"prompt {i}: {error}")
+        return errors
+
+    def _most_samples(self) -> int:
+        """The most samples of one prompt that its last chunk can be sampled for."""
+        if self._mixed is None:
+            return PREFILL_BUCKETS[-1][1]
+        return row_bucket(self.capacity.max_rows)
 
     def _serve(self, accepted, refused, stream) -> Iterator[RequestOutput]:
         yield from refused
-        scheduler = self._scheduler
-        if scheduler.has_work():
-            raise RuntimeError(
-                "this LLM is serving another call; exhaust or close that iterator first"
-            )
+        if self._scheduler.has_work():
+            raise RuntimeError(_BUSY)
         for samples in accepted:
-            for sequence in samples:
-                sequence.arrived = time.perf_counter()
-            # The traditional cache shares nothing: its samples are sequences like any others.
-            for group in [[s] for s in samples] if scheduler.reserved else [list(samples)]:
-                scheduler.add(group)
+            self._queue(samples)
         try:
-            while scheduler.has_work():
+            while self._scheduler.has_work():
                 touched = self._advance(stream)
-                for samples in {s.index: s.siblings for s in touched}.values():
+                for samples in _requests(touched):
                     if stream or all(s.finish_reason for s in samples):
-                        yield self._output(samples)
+                        yield completion.request_output(samples)
         finally:
-            self._abandon()
+            self._device.abandon()
+
+    def _queue(self, samples: list[Running]) -> None:
+        for sequence in samples:
+            sequence.arrived = time.perf_counter()
+        # The traditional cache shares nothing: its samples are sequences like any others.
+        for group in [[s] for s in samples] if self._scheduler.reserved else [list(samples)]:
+            self._scheduler.add(group)
 
     def _advance(self, stream: bool) -> list[Running]:
         """One program run; returns the sequences that have new tokens."""
-        scheduler = self._scheduler
-        if self._state.prefix is not None:
-            self._admit_cached()
-        elif admitted := scheduler.admit(self._free_pages()):
-            self._reserve(admitted)
-        chunks = scheduler.prefill_chunks(*PREFILL_BUCKETS[-1])
-        if chunks:
-            return self._prefill(chunks)
-        self._leave_window(scheduler.decoding())
-        while scheduler.starved(self._free_pages()) and scheduler.several_groups():
-            rows = scheduler.preempt()
-            self._preemptions += len(rows)
-            self._release(rows)
+        device, scheduler = self._device, self._scheduler
+        device.admit()
+        mixed = self._mixed is not None and bool(scheduler.decoding())
+        if not mixed:
+            most = PREFILL_BUCKETS[-1] if self._mixed is None else (self._mixed, self._mixed // 2)
+            chunks = scheduler.prefill_chunks(*most)
+            if chunks:
+                return self._prefill(chunks)
+        device.leave_window(scheduler.decoding())
+        while scheduler.starved(device.free_pages()) and scheduler.several_groups():
+            self._preempt()
         decoding = scheduler.decoding()
-        self._make_room(decoding)
+        if mixed and self._mixed is not None:
+            rows = row_bucket(self.capacity.max_rows)
+            chunks = scheduler.prefill_chunks(self._mixed - rows, rows)
+            if chunks:
+                device.make_room(decoding, steps=1)
+                return self._mixed_step(chunks, decoding, rows)
+        device.make_room(decoding)
         return self._decode(decoding, stream)
 
-    def _free_pages(self) -> int:
-        """Pages that a sequence could have: free, or idle in the prefix cache."""
-        if self.cache == "reserve-max":
-            return 0
-        if self._state.prefix is not None:
-            return int(self._programs.available(self._state.memory, self._state.prefix))
-        return int(self._state.memory.allocator.num_free)
+    def _preempt(self) -> None:
+        group = self._scheduler.running[-1].group
+        self._preemptions += len(group)
+        if self._swap_is_better(group):
+            self._device.swap_out()
+        else:
+            self._device.preempt()
 
-    def _abandon(self) -> None:
-        """Gives back what a closed or failed call left behind."""
-        scheduler = self._scheduler
-        rows = [s.row for s in scheduler.running]
-        unfinished = any(not s.prefilled for s in scheduler.running)
-        for sequence in list(scheduler.running):
-            scheduler.finish(sequence)
-        scheduler.waiting.clear()
-        if _deleted(self._state):  # a program failed after it had taken the donated state
-            self._reset()
-        elif rows:
-            self._release(rows)
-            if unfinished and self._state.prefix is not None:
-                # Pages were entered whose content has never been computed.
-                self._keep(*self._programs.clear(self._state.memory, self._state.prefix))
-
-    # ------------------------------------------------------------------ programs
-
-    def _reserve(self, sequences: list[Running]) -> None:
-        lengths = np.asarray(self._state.memory.lengths).copy()
-        for s in sequences:
-            lengths[s.row] = len(s.prompt_ids)
-        memory, ok = self._programs.reserve(self._state.memory, lengths)
-        self._state = self._state._replace(memory=memory)
-        if not np.asarray(ok).all():
-            raise RuntimeError("the allocator refused pages that the scheduler had counted as free")
-
-    def _admit_cached(self) -> None:
-        """Admits prompts one by one: what each one finds depends on those before it."""
-        scheduler = self._scheduler
-        size = self.capacity.page_size
-        while (group := scheduler.next_group()) is not None:
-            first = group[0]
-            length = len(first.prompt_ids)
-            tokens = np.zeros((self._table_width(scheduler.pages(length)), size), np.int32)
-            tokens.reshape(-1)[:length] = first.prompt_ids
-            memory, prefix, found = self._programs.admit(
-                self._state.memory,
-                self._state.prefix,
-                np.int32(scheduler.free_rows[-1]),
-                tokens,
-                np.int32(length),
-                prefix_cache.salt_of(first.cache_salt),
-                np.int32(scheduler.beyond_prompt(group)),
-            )
-            self._keep(memory, prefix)
-            found = jax.tree.map(int, jax.device_get(found))
-            if not found.ok:
-                return
-            scheduler.place()
-            first.stored = found.cached_tokens
-            self._prefix["evictions"] += found.evicted
-            if not first.preemptions:  # a prompt that comes back finds its own pages
-                self._prefix["hits"] += found.hits
-                self._prefix["misses"] += found.misses
-                self._prefix["saved_tokens"] += found.cached_tokens
-
-    def _table_width(self, pages: int) -> int:
-        """Pages padded to 8, 32, 128, ...: few programs."""
-        width = 8
-        while width < pages:
-            width *= 4
-        return min(width, self.capacity.pages_per_seq)
-
-    def _keep(self, memory: Any, prefix: Any) -> None:
-        self._state = self._state._replace(memory=memory, prefix=prefix)
-
-    def _leave_window(self, sequences: list[Running]) -> None:
-        """Gives back pages that no layer's sliding window reaches any more.
-
-        Not with a prefix cache, where whoever holds a page holds all those before it.
-        """
-        if self._window is None or self.prefix_caching or self.cache == "reserve-max":
-            return
-        positions = np.zeros(self.capacity.max_rows, np.int32)
-        before = {s: s.dropped for s in sequences}
-        for s in sequences:
-            positions[s.row] = max(0, s.stored + 1 - self._window)  # seen by the next token
-            s.dropped = int(positions[s.row]) // self.capacity.page_size
-        if any(s.dropped > count for s, count in before.items()):
-            memory = self._programs.release_before(self._state.memory, positions)
-            self._state = self._state._replace(memory=memory)
-
-    def _dropped_tokens(self) -> int:
-        """Tokens of running sequences whose pages have been given back."""
-        return sum(s.dropped for s in self._scheduler.running) * self.capacity.page_size
-
-    def _make_room(self, sequences: list[Running]) -> None:
-        """Evicts as many idle pages as a whole decode program may want beyond the free list."""
-        if self._state.prefix is None:
-            return
-        pages = self._scheduler.pages
-        want = -int(self._state.memory.allocator.num_free)
-        for s in sequences:
-            steps = min(MAX_STEPS, s.limit - s.in_play)
-            want += pages(s.stored + steps) - pages(s.stored)
-        if want > 0:
-            memory, prefix, count = self._programs.evict(
-                self._state.memory, self._state.prefix, np.int32(want)
-            )
-            self._keep(memory, prefix)
-            self._prefix["evictions"] += int(count)
-
-    def _release(self, rows: list[int]) -> None:
-        mask = np.zeros(self.capacity.max_rows, bool)
-        mask[rows] = True
-        if self._state.prefix is not None:
-            self._keep(*self._programs.release_cached(self._state.memory, self._state.prefix, mask))
-            return
-        self._state = self._state._replace(memory=self._programs.release(self._state.memory, mask))
+    def _swap_is_better(self, group: list[Running]) -> bool:
+        if self.preemption == "recompute" or not self._device.can_swap():
+            return False
+        swapping = self._device.swap_seconds_per_page
+        if self.preemption == "swap" or swapping is None:
+            return True  # what has never been done has no measured cost yet
+        pages = sum(self._scheduler.pages(s.stored) - s.dropped for s in group)
+        again = len(group[0].prompt_ids) * self._costs["prefill"]
+        again += sum(s.in_play - 1 for s in group) * self._costs["decode"]
+        return pages * swapping < again
 
     def _prefill(self, chunks: list[Chunk]) -> list[Running]:
-        total = sum(c.count for c in chunks)
-        samples = sum(1 + len(children(c.sequence)) for c in chunks)
-        t, s = next((t, s) for t, s in PREFILL_BUCKETS if t >= total and s >= samples)
-        inputs = PrefillInputs(
-            tokens=np.zeros(t, np.int32),
-            positions=np.zeros(t, np.int32),
-            context_lens=np.zeros(t, np.int32),
-            token_rows=np.full(t, -1, np.int32),
-            seq_rows=np.full(s, -1, np.int32),
-            cu_q_lens=np.full(s + 1, total, np.int32),
-            kv_lens=np.zeros(s, np.int32),
-            num_seqs=np.asarray([len(chunks)], np.int32),
-            sampled_at=np.zeros(s, np.int32),
-            generated=np.zeros(s, np.int32),
-        )
-        at = 0
-        outputs: list[Running] = []  # whose next token each sampled one is
-        for i, (sequence, start, count) in enumerate(
-            (c.sequence, c.start, c.count) for c in chunks
-        ):
-            here = slice(at, at + count)
-            inputs.tokens[here] = sequence.prompt_ids[start : start + count]
-            inputs.positions[here] = np.arange(start, start + count)
-            inputs.context_lens[here] = len(sequence.prompt_ids)
-            inputs.token_rows[here] = sequence.row
-            inputs.seq_rows[i] = sequence.row
-            inputs.cu_q_lens[i] = at
-            inputs.kv_lens[i] = start + count
-            at += count
-            for member in [sequence, *children(sequence)]:
-                inputs.sampled_at[len(outputs)] = at - 1
-                outputs.append(member)
-        choice = _choice(outputs)
+        outputs = batch.sampled_sequences(chunks)
+        tokens, samples = batch.prefill_bucket(chunks)
+        inputs = batch.prefill_inputs(chunks, tokens, samples)
+        device = self._device
         record = self._record_start("prefill")
-        self._state, sampled = self._programs.prefill(choice)(
-            self.params, self._state, inputs, _sampling_arrays(outputs, s)
+        device.state, sampled = device.programs.prefill(batch.choice_of(outputs))(
+            self.params, device.state, inputs, batch.sampling_arrays(outputs, samples)
         )
-        for chunk in chunks:
-            chunk.sequence.stored += chunk.count
-        self._fork([s for s in outputs if s.parent is not None and s.parent.prefilled])
-        sampled = jax.tree.map(np.asarray, sampled)
-        touched, new = [], 0
-        for i, sequence in enumerate(outputs):
-            if sequence.prefilled and not sequence.outputs:  # otherwise it is being replayed
-                self._accept(sequence, *_pick(sampled, i))
-                touched.append(sequence)
-                new += 1
-        self._record_end(record, 1, new)
-        self._leave_finished(touched)
+        touched = self._after_chunks(chunks, outputs, jax.tree.map(np.asarray, sampled))
+        self._record_end(record, 1, len(touched), sum(c.count for c in chunks))
+        device.notify("prefill")
+        device.leave(touched)
         return touched
 
-    def _fork(self, sequences: list[Running]) -> None:
-        """Each sequence takes the pages of its parent, whose prompt has just been computed."""
-        if not sequences:
-            return
-        parents = np.full(self.capacity.max_rows, -1, np.int32)
-        for s in sequences:
-            assert s.parent is not None
-            parents[s.row] = s.parent.row
-        self._state, ok = self._programs.fork(self._state, parents)
-        if not np.asarray(ok).all():
-            raise RuntimeError("the allocator refused pages that the scheduler had counted as free")
-        for s in sequences:
-            s.stored, s.parent = len(s.prompt_ids), None
+    def _after_chunks(self, chunks, outputs, sampled) -> list[Running]:
+        """Forks and first tokens of the sequences whose prompt is now computed."""
+        for chunk in chunks:
+            chunk.sequence.stored += chunk.count
+        self._device.fork([s for s in outputs if s.parent is not None and s.parent.prefilled])
+        touched = []
+        for i, sequence in enumerate(outputs):
+            if sequence.prefilled and not sequence.outputs:  # otherwise it is being replayed
+                completion.accept(sequence, *batch.pick(sampled, i), self.tokenizer)
+                touched.append(sequence)
+        return touched
 
     def _decode(self, sequences: list[Running], stream: bool) -> list[Running]:
-        b = _bucket(len(sequences))
-        inputs = DecodeInputs(
-            rows=np.full(b, -1, np.int32),
-            tokens=np.zeros(b, np.int32),
-            generated=np.zeros(b, np.int32),
-            limit=np.zeros(b, np.int32),
-            forced=np.zeros((b, MAX_STEPS), np.int32),
-            num_forced=np.zeros(b, np.int32),
-            steps=np.int32(STREAM_STEPS if stream else MAX_STEPS),
-            until_one_ends=np.bool_(stream or bool(self._scheduler.waiting)),
+        rows = row_bucket(len(sequences))
+        inputs = batch.decode_inputs(
+            sequences,
+            rows,
+            STREAM_STEPS if stream else MAX_STEPS,
+            stream or bool(self._scheduler.waiting),
         )
-        for i, s in enumerate(sequences):
-            inputs.rows[i] = s.row
-            inputs.tokens[i] = s.outputs[s.in_play - 1]
-            inputs.generated[i] = s.in_play
-            inputs.limit[i] = s.limit
-            replay = s.outputs[s.in_play : s.in_play + MAX_STEPS]
-            inputs.forced[i, : len(replay)] = replay
-            inputs.num_forced[i] = len(replay)
+        device = self._device
         record = self._record_start("decode")
-        self._state, sampled, steps = self._programs.decode(_choice(sequences))(
-            self.params, self._state, inputs, _sampling_arrays(sequences, b)
+        device.state, sampled, steps = device.programs.decode(batch.choice_of(sequences))(
+            self.params, device.state, inputs, batch.sampling_arrays(sequences, rows)
         )
         sampled = jax.tree.map(np.asarray, sampled)
         touched, new = [], 0
@@ -517,71 +488,45 @@ class LLM:
             for j in range(replayed, emitted):
                 if s.finish_reason:
                     break
-                self._accept(s, *_pick(sampled, (i, j)))
+                completion.accept(s, *batch.pick(sampled, (i, j)), self.tokenizer)
                 new += 1
             if emitted > replayed:
                 touched.append(s)
-        self._record_end(record, int(steps), new)
-        if not self._scheduler.reserved:
-            running = self._scheduler.running
-            entries = sum(self._scheduler.pages(s.stored) - s.dropped for s in running)
-            self._entry_steps += entries * int(steps)
-            self._page_steps += (self.capacity.num_pages - 1 - self._free_pages()) * int(steps)
-        self._leave_finished(touched)
+        self._record_end(record, int(steps), new, int(steps) * len(sequences))
+        self._count_sharing(int(steps))
+        device.notify("decode")
+        device.leave(touched)
         return touched
 
-    def _accept(self, s: Running, token: int, logprobs: tuple | None) -> None:
-        """One more output token: text, log-probabilities, and whether the sequence ends."""
-        now = time.perf_counter()
-        s.first_token_at = s.first_token_at or now
-        s.outputs.append(token)
-        if s.params.logprobs is not None and logprobs is not None:
-            s.logprobs.append(self._logprobs(token, logprobs, s.params.logprobs))
-        if self.tokenizer is not None:
-            stop = append_token(self.tokenizer, s)
-            if stop is not None:
-                s.finish_reason, s.stop_reason = "stop", stop
-        if s.finish_reason is None:
-            if token in s.stop_ids and len(s.outputs) > s.params.min_tokens:
-                s.finish_reason, s.stop_reason = "stop", token
-            elif len(s.outputs) >= s.limit:
-                s.finish_reason = "length"
-        if s.finish_reason:
-            s.finished_at = now
-
-    def _logprobs(self, token: int, logprobs: tuple, count: int) -> dict[int, Logprob]:
-        chosen, ids, values = logprobs
-        ranks = {int(t): r + 1 for r, t in enumerate(ids)}
-        entries = {
-            int(t): Logprob(float(v), ranks[int(t)])
-            for t, v in zip(ids[:count], values[:count], strict=True)
-        }
-        entries.setdefault(token, Logprob(float(chosen), ranks.get(token)))
-        if self.tokenizer is not None:
-            for t, entry in entries.items():
-                entry.decoded_token = self.tokenizer.decode([t])
-        return entries
-
-    def _leave_finished(self, sequences: list[Running]) -> None:
-        rows = []
-        for s in sequences:
-            if s.finish_reason:
-                rows.append(s.row)
-                self._scheduler.finish(s)
-        if rows:
-            self._release(rows)
+    def _mixed_step(self, chunks: list[Chunk], decoding: list[Running], rows: int) -> list[Running]:
+        """Chunks of prompts and one decode step of the others, in one program."""
+        assert self._mixed is not None
+        outputs = batch.sampled_sequences(chunks)
+        everyone = [*decoding, *outputs]
+        device = self._device
+        record = self._record_start("mixed")
+        device.state, chosen, sampled = device.programs.mixed(batch.choice_of(everyone))(
+            self.params,
+            device.state,
+            batch.decode_inputs(decoding, rows, 1, True),
+            batch.prefill_inputs(chunks, self._mixed - rows, rows),
+            batch.sampling_arrays(decoding, rows),
+            batch.sampling_arrays(outputs, rows),
+        )
+        chosen, sampled = jax.tree.map(np.asarray, (chosen, sampled))
+        touched = self._after_chunks(chunks, outputs, sampled)
+        for i, s in enumerate(decoding):
+            s.stored += 1
+            if s.in_play > len(s.outputs):  # otherwise it is being replayed
+                completion.accept(s, *batch.pick(chosen, i), self.tokenizer)
+                touched.append(s)
+        self._record_end(record, 1, len(touched), 0)
+        self._count_sharing(1)
+        device.notify("decode")
+        device.leave(touched)
+        return touched
 
     # ------------------------------------------------------------------ small parts
-
-    def _sharing(self) -> tuple[int, int]:
-        """Table entries of all sequences, and how many pages stand in several of them."""
-        memory = self._state.memory
-        if self.cache == "reserve-max":
-            return int(contiguous.held_pages(memory).sum()), 0
-        entries = np.asarray(memory.block_tables)
-        entries = entries[entries != 0]
-        _, holders = np.unique(entries, return_counts=True)
-        return entries.size, int((holders > 1).sum())
 
     def _samples(self, index: int, prompt: Prompt) -> list[Running]:
         """The n sequences of one request."""
@@ -613,58 +558,50 @@ class LLM:
             )
         return samples
 
-    def _output(self, samples: list[Running]) -> RequestOutput:
-        first = samples[0]
-        return RequestOutput(
-            request_id=str(first.index),
-            prompt=first.prompt,
-            prompt_token_ids=list(first.prompt_ids),
-            outputs=[_completion(s) for s in samples],
-            finished=all(s.finish_reason for s in samples),
-        )
-
-    def _record_start(self, kind: str) -> tuple | None:
-        if self.history is None:
-            return None
-        running = list(self._scheduler.running)
-        compiled = sum(self._programs.compiled.values())
-        return kind, time.perf_counter(), compiled, running, tuple(s.stored for s in running)
-
-    def _record_end(self, record: tuple | None, steps: int, new_tokens: int) -> None:
-        if record is None or self.history is None:
+    def _count_sharing(self, steps: int) -> None:
+        if self._scheduler.reserved:
             return
-        kind, started, compiled, running, before = record
+        running = self._scheduler.running
+        entries = sum(self._scheduler.pages(s.stored) - s.dropped for s in running)
+        self._entry_steps += entries * steps
+        self._page_steps += (self.capacity.num_pages - 1 - self._device.free_pages()) * steps
+
+    def _record_start(self, kind: str) -> tuple:
+        running = list(self._scheduler.running)
+        stored = tuple(s.stored for s in running)
+        return kind, time.perf_counter(), self._device.compiled(), running, stored
+
+    def _record_end(self, record: tuple, steps: int, new_tokens: int, work: int) -> None:
+        """Ends a program run; `work`, its tokens or row steps, prices a recomputation."""
+        kind, started, before_compiled, running, before = record
+        seconds = time.perf_counter() - started
+        compiled = self._device.compiled() > before_compiled
+        if work and not compiled:
+            old = self._costs[kind]
+            self._costs[kind] = (old + seconds / work) / 2 if old else seconds / work
+        if self.history is None:
+            return
         self.history.append(
             StepRecord(
                 kind=kind,
                 started=started,
-                seconds=time.perf_counter() - started,
-                compiled=sum(self._programs.compiled.values()) > compiled,
+                seconds=seconds,
+                compiled=compiled,
                 requests=tuple(s.index for s in running),
                 stored_before=before,
                 stored_after=tuple(s.stored for s in running),
                 steps=steps,
                 new_tokens=new_tokens,
                 waiting=len(self._scheduler.waiting),
-                free_pages=self._free_pages(),
+                free_pages=self._device.free_pages(),
                 preemptions=self._preemptions,
             )
         )
 
 
-def _completion(s: Running) -> CompletionOutput:
-    total = None
-    if s.params.logprobs is not None:
-        total = sum(entry[t].logprob for t, entry in zip(s.outputs, s.logprobs, strict=True))
-    return CompletionOutput(
-        index=s.sample,
-        text=s.text,
-        token_ids=list(s.outputs),
-        cumulative_logprob=total,
-        logprobs=list(s.logprobs) if s.params.logprobs is not None else None,
-        finish_reason=s.finish_reason,
-        stop_reason=s.stop_reason,
-    )
+def _requests(touched: list[Running]) -> list[list[Running]]:
+    """The requests of some sequences, each with all its samples."""
+    return list({id(s.siblings): s.siblings for s in touched}.values())
 
 
 def _saved(entries: int, pages: int) -> float:
@@ -672,62 +609,17 @@ def _saved(entries: int, pages: int) -> float:
     return 1 - pages / entries if entries else 0.0
 
 
-def _bucket(rows: int) -> int:
-    """Rows padded to 8, 16, 32, 64, ...: few programs."""
-    size = FEWEST_ROWS
-    while size < rows:
-        size *= 2
-    return size
-
-
-def _choice(sequences: list[Running]) -> Choice:
-    return Choice(
-        greedy=all(s.params.temperature == 0 for s in sequences),
-        logprobs=MAX_LOGPROBS if any(s.params.logprobs is not None for s in sequences) else 0,
-    )
-
-
-def _sampling_arrays(sequences: list[Running], rows: int) -> SamplingArrays:
-    width = 4
-    while width < max((len(s.stop_ids) for s in sequences), default=0):
-        width *= 2
-    arrays = SamplingArrays(
-        temperature=np.zeros(rows, np.float32),
-        top_k=np.zeros(rows, np.int32),
-        top_p=np.ones(rows, np.float32),
-        min_p=np.zeros(rows, np.float32),
-        seed=np.zeros((rows, 2), np.uint32),
-        min_tokens=np.zeros(rows, np.int32),
-        stop_ids=np.full((rows, width), -1, np.int32),
-    )
-    for i, s in enumerate(sequences):
-        p = s.params
-        arrays.temperature[i] = p.temperature
-        arrays.top_k[i] = max(p.top_k, 0)
-        arrays.top_p[i] = p.top_p
-        arrays.min_p[i] = p.min_p
-        arrays.seed[i] = s.seed
-        arrays.min_tokens[i] = p.min_tokens
-        arrays.stop_ids[i, : len(s.stop_ids)] = s.stop_ids
-    return arrays
-
-
-def _pick(sampled, at) -> tuple[int, tuple | None]:
-    token = int(sampled.tokens[at])
-    if sampled.logprobs is None:
-        return token, None
-    return token, (sampled.logprobs[at], sampled.top_ids[at], sampled.top_logprobs[at])
-
-
-def _refused(index: int, prompt: Prompt, error: str) -> RequestOutput:
-    completion = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
-    return RequestOutput(
-        request_id=str(index),
-        prompt=prompt.text,
-        prompt_token_ids=list(prompt.token_ids),
-        outputs=[completion],
-        error=error,
-    )
+def _mixed_tokens(budget: Any, max_rows: int) -> int | None:
+    """Rows of the program that mixes prompts and decodes."""
+    if budget is None:
+        return None
+    least = 2 * row_bucket(max_rows)
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < least:
+        raise ValueError(
+            f"max_num_batched_tokens must be None or an integer of at least {least}, twice the "
+            f"rows that max_num_seqs={max_rows} needs; got {budget!r}"
+        )
+    return budget
 
 
 def _check_prefix_caching(config: Any, cache: str) -> None:
@@ -741,10 +633,6 @@ def _check_prefix_caching(config: Any, cache: str) -> None:
             "enable_prefix_caching cannot serve rope_type 'dynamic': there a key depends on the "
             "length of the whole prompt, so prompts of two lengths share no prefix"
         )
-
-
-def _deleted(state: State) -> bool:
-    return any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
 
 
 def _use_compilation_cache() -> None:

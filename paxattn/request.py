@@ -1,7 +1,11 @@
 """A request on its way through the engine, and what a user gets back for it."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
+
+from paxattn.kv_pool import KVPool
 from paxattn.sampling_params import SamplingParams
 
 
@@ -46,6 +50,19 @@ class RequestOutput:
     error: str | None = None
 
 
+class Swapped(NamedTuple):
+    """The pages of a group of g sequences while they are in host memory."""
+
+    entries: np.ndarray  # [g, M] int32: which of the pages each table entry is, from 1; 0 for none
+    lengths: np.ndarray  # [g] int32
+    count: int  # distinct pages
+    contents: KVPool  # their keys and values (NumPy arrays), padded
+
+    @property
+    def nbytes(self) -> int:
+        return self.contents.nbytes
+
+
 @dataclass(eq=False)
 class Sequence:
     """One sequence of tokens while the engine works on it (host side, no arrays)."""
@@ -70,10 +87,12 @@ class Sequence:
     stored: int = 0  # tokens whose keys and values are in the pool
     dropped: int = 0  # its first pages, given back because they left the sliding window
     preemptions: int = 0
+    swapped: Swapped | None = None  # of a group's first member: the group's pages, in host memory
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     arrived: float = 0.0
     first_token_at: float | None = None
+    token_times: list[float] = field(default_factory=list)  # when each output token was there
     finished_at: float | None = None
 
     @property

@@ -8,6 +8,7 @@ replayed when it returns.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paxattn.request import Sequence
@@ -56,7 +57,7 @@ class Scheduler:
         Returns the first member of each group: the one that computes the prompt.
         """
         admitted = []
-        while (group := self.next_group()) is not None:
+        while (group := self.next_group()) is not None and group[0].swapped is None:
             first = group[0]
             prompt = self.pages(len(first.prompt_ids))
             if not self.reserved and prompt + self.beyond_prompt(group) > free_pages:
@@ -79,8 +80,16 @@ class Scheduler:
         for sequence in group:
             pages += self.pages(len(sequence.prompt_ids) + len(sequence.outputs)) - prompt
         pages += (len(group) - 1) * (prompt - full)
-        # The running ones' next tokens come first: otherwise it would be put back at once.
-        return pages + sum(s.stored % self.page_size == 0 for s in self.decoding())
+        return pages + self.next_tokens()
+
+    def next_tokens(self, group: Iterable[Sequence] = ()) -> int:
+        """Pages that the next token of each running sequence, and of a group's, will take.
+
+        They come first: otherwise whoever comes in would be put back at once.
+        """
+        return sum(s.stored % self.page_size == 0 for s in (*self.decoding(), *group)) + (
+            self._owed() if group else 0
+        )
 
     def _owed(self) -> int:
         """Pages that the copies of partial prompt pages will take, for prompts not computed yet."""
@@ -91,11 +100,13 @@ class Scheduler:
     def place(self) -> Sequence:
         """Lets the oldest waiting group run; returns the member that computes the prompt."""
         group = self.waiting.popleft()
+        swapped = group[0].swapped is not None  # then its pages come back with it
         for sequence in group:
             sequence.row = self.free_rows.pop()
-            sequence.stored = sequence.dropped = 0
-            sequence.parent = None if sequence is group[0] else group[0]
             self.running.append(sequence)
+            if not swapped:
+                sequence.stored = sequence.dropped = 0
+                sequence.parent = None if sequence is group[0] else group[0]
         return group[0]
 
     def prefill_chunks(self, tokens: int, sequences: int) -> list[Chunk]:
@@ -120,19 +131,23 @@ class Scheduler:
         """Whether the next token of every running sequence needs more pages than are free."""
         if self.reserved:
             return False
-        return sum(s.stored % self.page_size == 0 for s in self.decoding()) > free_pages
+        return self.next_tokens() > free_pages
 
     def several_groups(self) -> bool:
         return bool(self.running) and self.running[0].group is not self.running[-1].group
 
-    def preempt(self) -> list[int]:
-        """Puts the youngest running group back at the head of the queue; returns its rows."""
+    def preempt(self, keep: bool = False) -> list[int]:
+        """Puts the youngest running group back at the head of the queue; returns its rows.
+
+        `keep`: what it has stored is kept elsewhere, so nothing need be computed again.
+        """
         group = self.running[-1].group
         rows = [s.row for s in group]
         for sequence in group:
             self.running.remove(sequence)
             self._leave(sequence)
-            sequence.stored = 0
+            if not keep:
+                sequence.stored = 0
             sequence.preemptions += 1
             self.preemptions += 1
         self.waiting.appendleft(group)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tiny
 
-from paxattn import LLM, SamplingParams, kv_pool
+from paxattn import LLM, SamplingParams, completion, kv_pool
 from paxattn.invariants import broken, check
 
 PAGE = 2 * 2 * 2 * 16 * 4 * 8  # bytes of an 8-token page: k and v, layers, heads, dim, float32
@@ -43,7 +43,7 @@ def test_greedy_tokens_are_those_of_dense_attention(loaded, prompts, want, page_
     assert all(o.outputs[0].finish_reason == "length" for o in llm.generate(prompts[:1], GREEDY))
     stats = llm.stats()
     assert stats["pages_free"] == stats["pages_total"]
-    assert not broken(check(llm._state.memory))
+    assert not broken(check(llm._device.state.memory))
 
 
 @pytest.mark.parametrize("pages", [14, 17, 23])
@@ -94,9 +94,9 @@ def test_stale_pages_cannot_be_seen(loaded, prompts, dtype):
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=3, ignore_eos=True)
     clean = engine(loaded, dtype=dtype).generate(prompts, params)
     llm = engine(loaded, dtype=dtype)
-    everything = jnp.arange(llm._state.pool.num_pages, dtype=jnp.int32)
-    llm._state = llm._state._replace(
-        pool=kv_pool.fill_pages(llm._state.pool, everything, float("nan"))
+    everything = jnp.arange(llm._device.state.pool.num_pages, dtype=jnp.int32)
+    llm._device.state = llm._device.state._replace(
+        pool=kv_pool.fill_pages(llm._device.state.pool, everything, float("nan"))
     )
     poisoned = llm.generate(prompts, params)
     for a, b in zip(clean, poisoned, strict=True):
@@ -127,7 +127,7 @@ def test_one_bucket_compiles_once(loaded, prompts):
 def test_decoding_holds_no_second_pool(loaded, dtype, monkeypatch):
     llm = engine(loaded, dtype=dtype, max_num_seqs=128)
     seen = []
-    original = llm._programs.decode
+    original = llm._device.programs.decode
 
     def analyse(choice):
         def call(*args):
@@ -136,9 +136,9 @@ def test_decoding_holds_no_second_pool(loaded, dtype, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(llm._programs, "decode", analyse)
+    monkeypatch.setattr(llm._device.programs, "decode", analyse)
     llm.generate([[1, 2, 3]], GREEDY)
-    pool = llm._state.pool.nbytes
+    pool = llm._device.state.pool.nbytes
     assert seen[0].alias_size_in_bytes >= pool
     assert seen[0].temp_size_in_bytes < pool / 8
 
@@ -223,15 +223,15 @@ def test_a_closed_stream_gives_its_pages_back(loaded, prompts, want):
 
 def test_an_interrupted_call_leaves_an_engine_that_works(loaded, prompts, want, monkeypatch):
     llm = engine(loaded)
-    original = llm._accept
+    original = completion.accept
 
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm, "_accept", interrupted)
+    monkeypatch.setattr(completion, "accept", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, GREEDY)
-    monkeypatch.setattr(llm, "_accept", original)
+    monkeypatch.setattr(completion, "accept", original)
     assert llm.stats()["pages_free"] == llm.stats()["pages_total"]
     assert tokens(llm.generate(prompts, GREEDY)) == want
 

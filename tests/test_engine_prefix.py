@@ -44,12 +44,12 @@ def _forget(request):
     """Each test starts with an empty cache."""
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")
-        llm._reset()
+        llm._device.reset()
         llm._prefix = dict.fromkeys(llm._prefix, 0)
 
 
 def sound(llm):
-    assert not broken(check(llm._state.memory, prefix_cache.pins(llm._state.prefix)))
+    assert not broken(check(llm._device.state.memory, prefix_cache.pins(llm._device.state.prefix)))
     stats = llm.stats()
     assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
     assert stats["pages_used"] == stats["tokens_held"] == 0

@@ -57,7 +57,7 @@ def test_samples_are_separate_requests_with_derived_seeds(llm, want):
     stats = llm.stats()
     assert stats["pages_free"] == stats["pages_total"]
     assert stats["page_entries"] == stats["pages_shared"] == 0
-    assert not broken(check(llm._state.memory))
+    assert not broken(check(llm._device.state.memory))
 
 
 def test_full_prompt_pages_are_held_once_and_the_saving_is_reported(llm, want):
@@ -66,7 +66,7 @@ def test_full_prompt_pages_are_held_once_and_the_saving_is_reported(llm, want):
     for output in llm.stream([PROMPTS[3]], groups()[3]):
         if not output.finished:
             seen.append(llm.stats())
-            assert not broken(check(llm._state.memory))
+            assert not broken(check(llm._device.state.memory))
     # 16 prompt tokens are two pages for all three; each sample then has one page of its own.
     first = seen[1]
     assert (first["pages_shared"], first["page_entries"], first["pages_used"]) == (2, 9, 5)
@@ -83,9 +83,9 @@ def test_preempted_groups_leave_whole_and_give_the_same_tokens(loaded, want):
     left = []
     preempt = llm._scheduler.preempt
 
-    def watched():
+    def watched(keep=False):
         group = list(llm._scheduler.running[-1].group)
-        rows = preempt()
+        rows = preempt(keep)
         left.append((group, rows))
         assert all(s.row == -1 for s in group)
         assert not set(map(id, group)) & set(map(id, llm._scheduler.running))
@@ -97,7 +97,7 @@ def test_preempted_groups_leave_whole_and_give_the_same_tokens(loaded, want):
     stats = llm.stats()
     assert stats["preemptions"] == sum(len(rows) for _, rows in left)
     assert stats["pages_free"] == stats["pages_total"] == 13
-    assert not broken(check(llm._state.memory))
+    assert not broken(check(llm._device.state.memory))
 
 
 def test_traditional_cache_gives_the_same_samples_without_sharing(loaded, want):
@@ -129,7 +129,7 @@ def test_a_group_of_one_token_leaves_at_once(llm):
 
 
 def test_forked_rows_hold_their_parents_content_and_the_pool_is_not_doubled(llm):
-    pool, memory = llm._state.pool, llm._state.memory
+    pool, memory = llm._device.state.pool, llm._device.state.memory
     parents = jnp.asarray([-1, 0, 0, -1, -1, -1, -1, -1], jnp.int32)
     compiled = jax.jit(_fork, donate_argnums=0).lower(State(pool, memory), parents).compile()
     analysis = compiled.memory_analysis()
