@@ -183,7 +183,7 @@ def put_pages(pool: KVPool, pages: jax.Array, contents: KVPool) -> KVPool:
 
 
 def page_bytes(pool: KVPool) -> np.ndarray:
-    """The bits of a pool of NumPy arrays, [N, P, bytes] uint8: each position's, in every layer."""
+    """The bits of a pool on the host, [N, P, bytes] uint8: each position's, in every layer."""
 
     def by_position(array: np.ndarray, axes: str) -> np.ndarray:
         front = np.moveaxis(array, (axes.index("N"), axes.index("P")), (0, 1))
@@ -191,7 +191,8 @@ def page_bytes(pool: KVPool) -> np.ndarray:
         return flat.view(np.uint8)
 
     k, v = _K_AXES[pool.layout], _V_AXES[pool.layout]
-    parts = [by_position(x, k) for x in pool.k] + [by_position(x, v) for x in pool.v]
+    parts = [by_position(np.asarray(x), k) for x in pool.k]
+    parts += [by_position(np.asarray(x), v) for x in pool.v]
     return np.concatenate(parts, axis=2)
 
 

@@ -83,6 +83,11 @@ def compare(a: View, b: View) -> Diff:
     both = sorted(a.cached.keys() & b.cached.keys())
     renewed = {p for p in both if a.cached[p] != b.cached[p]}
     other = [name for name, x in a.other.items() if not _equal(x, b.other[name])]
+    entered = tuple(sorted((b.cached.keys() - a.cached.keys()) | renewed))
+    left = tuple(sorted((a.cached.keys() - b.cached.keys()) | renewed))
+    if entered or left:  # its arrays change with its pages; when a page was used is further news
+        news = ("prefix.used", "prefix.clock")
+        other = [name for name in other if name in news or not name.startswith("prefix.")]
     if sorted(a.free) == sorted(b.free) and a.free != b.free:
         other.insert(0, "order of the free list")
     contents = []
@@ -98,8 +103,8 @@ def compare(a: View, b: View) -> Diff:
         shared=tuple(p for p, x, y in counts if x < 2 <= y),
         copied=tuple(_copies(a, b)),
         refcounts=tuple(c for c in counts if c[1] != c[2]),
-        cached=tuple(sorted((b.cached.keys() - a.cached.keys()) | renewed)),
-        evicted=tuple(sorted((a.cached.keys() - b.cached.keys()) | renewed)),
+        cached=entered,
+        evicted=left,
         contents=tuple(contents),
         other=tuple(other),
     )

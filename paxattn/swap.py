@@ -43,7 +43,7 @@ class Group(NamedTuple):
 
     pages: jax.Array  # [C] int32: distinct pages in order of appearance, row by row; 0 after them
     entries: jax.Array  # [B, M] int32: 1 + place in `pages` of each table entry; 0 for none
-    count: jax.Array  # [] int32: pages
+    count: jax.Array  # type: ignore[assignment]  # [] int32: pages (a field, not tuple's method)
 
 
 def pages_of(memory: PagedMemory, mask: jax.Array) -> Group:

@@ -212,8 +212,9 @@ def _view(state: Any) -> View:
         free = memory.allocator.free_list[: int(memory.allocator.num_free)].tolist()
     cached = {}
     prefix = getattr(saved.rest, "prefix", None)
+    in_cache = np.zeros(0, bool) if prefix is None else prefix.place >= 0
     if prefix is not None:
-        for page in np.flatnonzero(prefix.place >= 0).tolist():
+        for page in np.flatnonzero(in_cache).tolist():
             tokens, salt = (tuple(x[page].tolist()) for x in (prefix.tokens, prefix.salts))
             cached[page] = Cached(tokens, salt, int(prefix.parents[page]))
     for path, leaf in jax.tree_util.tree_leaves_with_path(saved.rest):
@@ -221,8 +222,8 @@ def _view(state: Any) -> View:
         last = name.rsplit(".", 1)[-1]
         if last in ("block_tables", "lengths", "refcount", "num_free", "free_list"):
             continue  # described above
-        if name.startswith("prefix.") and leaf.shape[:1] == prefix.place.shape:
-            leaf = leaf[prefix.place >= 0]  # what is known of other pages is left over
+        if name.startswith("prefix.") and leaf.shape[:1] == in_cache.shape:
+            leaf = leaf[in_cache]  # what is known of other pages is left over
         other[name] = leaf
     contents = None
     if saved.contents is not None:
