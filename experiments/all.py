@@ -1,9 +1,10 @@
 """Runs every experiment of this folder and writes one HTML report that needs nothing else.
 
 The report, DIR/all.html, holds each script's question, command, table, figures (inline), results and
-environment; it opens without a network and can be mailed. An experiment that fails does not keep
-the others from running: its error stands in the report, and the exit status is 1. One that cannot
-run on this machine (no GPU, no compiler for one) is skipped and says why.
+environment; it opens without a network and can be mailed. Pages that a script writes are linked, and
+lie beside it. An experiment that fails does not keep the others from running: its error stands in
+the report, and the exit status is 1. One that cannot run on this machine (no GPU, no compiler for
+one) is skipped and says why.
 
 Every script is a process of its own. Its files land in DIR beside the report.
 
@@ -14,10 +15,7 @@ JSON keys:
   seconds       for all
 """
 
-import base64
-import html
 import importlib.metadata
-import json
 import os
 import shlex
 import subprocess
@@ -27,17 +25,18 @@ import time
 from pathlib import Path
 
 import common
+import html_report
 
 FOLDER = Path(__file__).resolve().parent
 # Worth reading in this order; whatever else is found follows by name.
 ORDER = (
     *("kv_size", "contiguous_vs_paged", "memory_waste", "concurrency_table"),
     *("internal_fragmentation", "external_fragmentation", "dynamic_growth", "block_size"),
-    *("batch_allocation", "page_churn", "alignment"),
+    *("batch_allocation", "page_churn", "alignment", "attention_scaling"),
+    *("sharing", "prefix_cache", "preemption", "chunked_prefill", "memory_movie"),
+    *("bench_engine", "profile_step"),
 )
 NO_EXPERIMENTS = {"all", "common", "make_sharegpt_lengths"}
-PICTURES = {".png": "image/png", ".gif": "image/gif"}
-EMBEDDED_JSON = 300_000  # characters of a result that the report holds; the rest is in the file
 
 
 def options(parser):
@@ -195,96 +194,7 @@ def why(code, errors, timeout):
     return f"exit code {code}: {lines[-1].strip()[:300] if lines else 'no message'}"
 
 
-# --- the report -------------------------------------------------------------------------------
-
-STYLE = """
-body { font: 17px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em;
-       color: #111; background: #fff; }
-h1, h2 { line-height: 1.2; } h2 { margin-top: 2.5em; border-top: 1px solid #ccc; padding-top: 1em; }
-pre { background: #f4f4f4; padding: .8em 1em; overflow-x: auto; font-size: 13px; line-height: 1.4; }
-img { max-width: 100%; height: auto; display: block; margin: 1em 0; }
-table { border-collapse: collapse; } td, th { padding: .25em .8em .25em 0; text-align: left;
-       vertical-align: top; border-bottom: 1px solid #ddd; } td.n { text-align: right; }
-.failed { color: #A03000; font-weight: bold; } .skipped { color: #555; }
-summary { cursor: pointer; margin: .4em 0; }
-"""
-
-
-def escaped(text):
-    return html.escape(str(text), quote=True)
-
-
-def picture(path):
-    """A picture as an <img> that holds its bytes."""
-    data = base64.b64encode(path.read_bytes()).decode()
-    kind = PICTURES[path.suffix]
-    return f'<img alt="{escaped(path.name)}" src="data:{kind};base64,{data}">'
-
-
-def folded(title, text):
-    return f"<details><summary>{escaped(title)}</summary><pre>{escaped(text)}</pre></details>"
-
-
-def result_of(folder, name, files):
-    """The JSON that a script wrote in this run; {} where there is none."""
-    if f"{name}.json" not in files:
-        return {}
-    return json.loads((folder / f"{name}.json").read_text("utf-8"))
-
-
-def section(out, entry):
-    """One experiment's part of the report."""
-    name, status = entry["name"], entry["status"]
-    parts = [f'<h2 id="{name}">{name}</h2>', f"<p>{escaped(entry['question'])}</p>"]
-    if entry["reason"]:
-        parts.append(f'<p class="{status}">{status}: {escaped(entry["reason"])}</p>')
-    parts.append(f"<pre>{escaped(entry['command'])}</pre>")
-    for file in entry["files"]:
-        if Path(file).suffix in PICTURES:
-            parts.append(picture(out / file))
-    if entry.get("output"):
-        parts.append(f"<pre>{escaped(entry['output'].rstrip())}</pre>")
-    if status == "failed" and entry.get("errors"):
-        parts.append(folded("Error stream", entry["errors"][-20_000:]))
-    result = result_of(out, name, entry["files"])
-    if result:
-        environment = json.dumps(result.pop("environment", {}), indent=2, ensure_ascii=False)
-        text = json.dumps(result, indent=1, ensure_ascii=False)
-        if len(text) > EMBEDDED_JSON:
-            text = text[:EMBEDDED_JSON] + f"\n... cut; the whole is in {name}.json"
-        parts += [folded("Environment", environment), folded("Result (JSON)", text)]
-    return "\n".join(parts)
-
-
-def report(args, entries, environment, seconds):
-    """The whole report as one HTML document."""
-    counts = {s: sum(e["status"] == s for e in entries) for s in ("done", "failed", "skipped")}
-    rows = "\n".join(
-        f'<tr><td><a href="#{e["name"]}">{e["name"]}</a></td><td>{escaped(e["question"])}</td>'
-        f'<td class="{e["status"]}">{e["status"]}</td><td class="n">{e["seconds"]:.0f}</td></tr>'
-        for e in entries
-    )
-    facts = "\n".join(
-        f"<tr><td>{escaped(k)}</td><td>{escaped(v)}</td></tr>" for k, v in environment.items()
-    )
-    mode = "quick: small data, a first look" if args.quick else "full"
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>paxattn: experiments</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>
-<body>
-<h1>paxattn: every experiment</h1>
-<p>{counts["done"]} done, {counts["failed"]} failed, {counts["skipped"]} skipped, in
-{seconds / 60:.1f} minutes ({mode}; seed {args.seed}). Drawn by <code>{escaped(common.command())}</code>.</p>
-<table><tr><th>experiment</th><th>question</th><th>status</th><th>seconds</th></tr>
-{rows}
-</table>
-<h2>Machine</h2>
-<table>
-{facts}
-</table>
-{"".join(section(args.out, e) for e in entries)}
-</body></html>
-"""
+# --- the script -------------------------------------------------------------------------------
 
 
 def environment_here():
@@ -347,7 +257,9 @@ def run(args, folder=FOLDER):
     environment = environment_here()
     path = common.path_of(args, ".html")
     with common.atomic(path) as temporary:
-        temporary.write_text(report(args, entries, environment, seconds), encoding="utf-8")
+        temporary.write_text(
+            html_report.page(args, entries, environment, seconds), encoding="utf-8"
+        )
     counts = {s: sum(e["status"] == s for e in entries) for s in ("done", "failed", "skipped")}
     texts = ("output", "errors")
     plain = [{k: v for k, v in entry.items() if k not in texts} for entry in entries]

@@ -290,7 +290,9 @@ def run(args):
 if __name__ == "__main__":
     common.main(__doc__, run)
 '''
-WORKS = """common.write_json(args, {"environment": {"cpu": "x"}, "answer": 42})
+WORKS = """print("-----", "row  1", "", "prose", sep=chr(10))
+    common.path_of(args, ".html").write_text("<p>a page of its own")
+    common.write_json(args, {"environment": {"cpu": "x"}, "answer": 42})
     import base64
     picture = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5E"
     common.path_of(args, ".png").write_bytes(base64.b64decode(picture + "rkJggg=="))"""
@@ -327,13 +329,26 @@ def test_one_report_over_all_that_goes_on_after_a_failure(folder, tmp_path, caps
     ]
     assert "it broke" in found["experiments"][0]["reason"]
     assert found["experiments"][0]["files"] == []
-    assert found["experiments"][1]["files"] == ["works.json", "works.png"]
+    assert found["experiments"][1]["files"] == [
+        "works.html",
+        "works.json",
+        "works.png",
+    ]
     text = (out / "all.html").read_text()
     assert text.count('src="data:image/png;base64,') == 1
     assert "the table of works 7 True" in text
     assert "Does works work? &lt;Really&gt;." in text
     assert "&quot;answer&quot;: 42" in text
-    assert not re.search(r"""(src|href)=["'](?!data:|#)""", text)  # nothing from elsewhere
+    assert '<img alt="works: Does works work? &lt;Really&gt;." src="data' in text
+    # nothing from elsewhere; the script's own page lies beside the report
+    assert re.findall(r"""(?:src|href)=["'](?!data:|#)([^"']*)""", text) == ["works.html"]
+    assert (out / "works.html").is_file()
+    boxes = re.findall(r'<div class="wide"><table>(.*?)</table></div>', text, re.DOTALL)
+    assert len(boxes) == text.count("<table>") == 2  # no table is wider than the page
+    assert "#works" in boxes[0]
+    assert ".wide { overflow-x: auto; }" in text
+    assert '<pre class="table">the table of works 7 True\n-----\nrow  1</pre>' in text
+    assert '<pre class="prose">prose</pre>' in text
     assert "[2/2] works: done" in capsys.readouterr().out
 
 
