@@ -8,10 +8,11 @@ from paxattn.sampling import SamplingArrays
 from paxattn.sampling_params import MAX_LOGPROBS
 from paxattn.scheduler import Chunk, children
 
-# (packed tokens, sequences) of one prefill, and the fewest rows of one decode. With eight or more,
+# (packed tokens, samples) of one prefill, and the fewest rows of one decode. With eight or more,
 # a power of two, XLA's CPU backend gives a row the same bits in every bucket; below, its vector
-# loops differ.
-PREFILL_BUCKETS = ((64, 16), (256, 64), (512, 128))
+# loops differ. Each sample's logits cost as much as a token's layers, so the last bucket is for
+# many samples of few prompts only.
+PREFILL_BUCKETS = ((64, 16), (256, 16), (512, 32), (512, 128))
 FEWEST_ROWS = 8
 
 

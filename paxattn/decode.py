@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import paged_attention, ragged_paged_attention
-from paxattn import contiguous, kv_pool, prefix_cache, swap
+from paxattn import compiler, contiguous, kv_pool, prefix_cache, swap, time_travel
 from paxattn import memory as paged
 from paxattn.kv_pool import KVPool
 from paxattn.llama import Llama
@@ -328,12 +328,14 @@ class Programs:
 
     def __init__(self, model: Llama):
         self.compiled: dict[str, int] = {}
-        self.prefill = self._by_choice("prefill", partial(_prefill, model))
-        self.decode = self._by_choice("decode", partial(_decode, model))
-        self.mixed = self._by_choice("mixed", partial(_mixed, model))
+        few, many = compiler.options(False, model.dtype), compiler.options(True, model.dtype)
+        self.prefill = self._by_choice("prefill", partial(_prefill, model), many)
+        self.decode = self._by_choice("decode", partial(_decode, model), few)
+        self.mixed = self._by_choice("mixed", partial(_mixed, model), many)
         self.pages_of = self._jit("swap", swap.pages_of, donate=())
         self.take_pages = self._jit("swap", kv_pool.take_pages, donate=())
         self.swap_in = self._jit("swap", _swap_in, donate=0)
+        self.rewind = self._jit("rewind", time_travel.rewind, donate=0)
         self.reserve = self._jit("tables", _reserve, donate=0)
         self.release = self._jit("tables", _release, donate=0)
         self.release_before = self._jit("window", paged.release_before, donate=0)
@@ -344,16 +346,24 @@ class Programs:
         self.clear = self._jit("prefix", prefix_cache.clear, donate=(0, 1))
         self.available = self._jit("prefix", _available, donate=())
 
-    def _jit(self, name: str, f: Callable, donate: int | tuple[int, ...]) -> Any:
+    def _jit(
+        self,
+        name: str,
+        f: Callable,
+        donate: int | tuple[int, ...],
+        options: dict[str, Any] | None = None,
+    ) -> Any:
         def traced(*args):
             self.compiled[name] = self.compiled.get(name, 0) + 1
             return f(*args)
 
-        return jax.jit(traced, donate_argnums=donate)
+        return jax.jit(traced, donate_argnums=donate, compiler_options=options)
 
-    def _by_choice(self, name: str, f: Callable) -> Callable[[Choice], Any]:
+    def _by_choice(
+        self, name: str, f: Callable, options: dict[str, Any]
+    ) -> Callable[[Choice], Any]:
         """The jitted program for each way of choosing tokens; its state is donated."""
-        return cache(lambda choice: self._jit(name, partial(f, choice), donate=1))
+        return cache(lambda choice: self._jit(name, partial(f, choice), 1, options))
 
 
 def _reserve(memory: Any, lengths: jax.Array) -> tuple[Any, jax.Array]:

@@ -5,6 +5,7 @@ This is the shell around them: it owns the one current state, because each progr
 before, and speaks of sequences where the programs speak of rows.
 """
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxattn import contiguous, kv_pool, prefix_cache
+from paxattn import contiguous, kv_pool, prefix_cache, time_travel
 from paxattn import memory as paged
 from paxattn.capacity import Capacity
 from paxattn.decode import MAX_STEPS, Programs, State
@@ -26,9 +27,25 @@ from paxattn.scheduler import Scheduler
 class Event(NamedTuple):
     """What an observer is told after each program that changed the memory."""
 
-    kind: str  # admit, prefill, fork, decode, preempt, swap_out, swap_in, release, evict, window
+    kind: str  # admit, prefill, fork, decode, preempt, swap_out, swap_in, release, evict, window,
+    # rewind
     rows: dict[int, tuple[int, int]]  # memory row -> (request, sample) of every running sequence
     waiting: list[int]  # requests that wait, the next one first
+
+
+class Snapshot(NamedTuple):
+    """An engine between two steps: what `LLM.save` gives and `LLM.rewind` takes, any number of times.
+
+    `time_travel.diff(a.state, b.state)` says how two of them differ.
+    """
+
+    state: time_travel.Saved  # the pages in use, the tables, the prefix cache
+    scheduler: Scheduler  # the sequences, and who waits
+    swap_used: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.state.nbytes
 
 
 class DeviceState:
@@ -319,6 +336,21 @@ class DeviceState:
                 # Pages were entered whose content has never been computed.
                 self._keep(*self.programs.clear(self.state.memory, self.state.prefix))
 
+    # ------------------------------------------------------------------ time
+
+    def save(self) -> Snapshot:
+        """Everything as it stands; costs the pages in use."""
+        return Snapshot(
+            time_travel.save(self.state), _copy_scheduler(self.scheduler), self.swap_used
+        )
+
+    def rewind(self, saved: Snapshot) -> None:
+        """Everything as it stood."""
+        self.state = self.programs.rewind(self.state, saved.state)
+        self.scheduler = _copy_scheduler(saved.scheduler)
+        self.swap_used = saved.swap_used
+        self.notify("rewind")
+
     # ------------------------------------------------------------------ small parts
 
     def compiled(self) -> int:
@@ -357,6 +389,13 @@ class DeviceState:
         mask = np.zeros(self.capacity.max_rows, bool)
         mask[rows] = True
         return mask
+
+
+def _copy_scheduler(scheduler: Scheduler) -> Scheduler:
+    """Its sequences and queues; what never changes (parameters, swapped pages) is shared."""
+    groups = [*scheduler.waiting, *(s.group for s in scheduler.running)]
+    fixed = [x for group in groups for s in group for x in (s.params, s.prompt_ids, s.swapped)]
+    return copy.deepcopy(scheduler, {id(x): x for x in fixed if x is not None})
 
 
 def _granted(ok: Any) -> None:

@@ -18,7 +18,7 @@ from paxattn.batch import PREFILL_BUCKETS, row_bucket
 from paxattn.beam_search import BeamSearchParams
 from paxattn.capacity import Capacity, plan_capacity
 from paxattn.decode import MAX_STEPS, State
-from paxattn.device_state import DeviceState, Event
+from paxattn.device_state import DeviceState, Event, Snapshot
 from paxattn.inputs import Prompt, compute_dtype, load_model, parse_prompts
 from paxattn.request import RequestOutput
 from paxattn.request import Sequence as Running
@@ -292,6 +292,25 @@ class LLM:
             self._device.abandon()
             raise
         return [completion.request_output(samples) for samples in _requests(touched)]
+
+    def save(self) -> Snapshot:
+        """The engine as it stands between two steps (of `step`, or of an iterator's loop).
+
+        Costs the pages in use, not the pool. Its `state` can be compared with another's by
+        `time_travel.diff`.
+        """
+        return self._device.save()
+
+    def rewind(self, saved: Snapshot) -> None:
+        """Back to a saved moment, to the last bit: what comes next is what came then.
+
+        A request that was finished or added since is as it was; a saved value stays good, so
+        several futures can be tried from one moment.
+
+        Raises:
+          ValueError: it was saved by an engine of another model or pool.
+        """
+        self._device.rewind(saved)
 
     def batch_sizes(self) -> list[int]:
         """Rows of the decode programs that this engine may compile."""

@@ -1,0 +1,60 @@
+"""What XLA's CPU compiler is told beside the program: measured facts of its back end, in one place.
+
+A GPU's programs are compiled as they are.
+"""
+
+import time
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Attention's loops are a quarter faster in vectors of 512 bits than in the 256 that LLVM prefers;
+# where there are none, LLVM takes what there is.
+_VECTORS = {"xla_cpu_prefer_vector_width": 512}
+_LIBRARY = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
+
+
+def options(many_rows: bool, dtype: Any) -> dict[str, Any]:
+    """Compiler options of a program on this backend.
+
+    Args:
+      many_rows: its products have hundreds of rows (a prefill), not a few (a decode step).
+      dtype: of its products.
+    """
+    if jax.default_backend() != "cpu":
+        return {}
+    if many_rows and jnp.dtype(dtype) == jnp.bfloat16 and _library_is_faster():
+        return _VECTORS | _LIBRARY
+    return _VECTORS
+
+
+@cache
+def _library_is_faster() -> bool:
+    """Whether XLA's optional library fusions multiply bfloat16 faster here: it depends on the CPU.
+
+    Measured, because no table is right for every CPU: 1.4 times as fast without matrix units.
+    """
+    x = jnp.ones((256, 1024), jnp.bfloat16)
+    w = jnp.ones((1024, 1024), jnp.bfloat16)
+
+    def product(x, w):
+        contract = (((1,), (1,)), ((), ()))
+        return jax.lax.dot_general(x, w, contract, preferred_element_type=jnp.float32)
+
+    lowered = jax.jit(product).lower(x, w)
+    try:
+        programs = [lowered.compile(), lowered.compile(compiler_options=_LIBRARY)]
+    except Exception:  # a compiler that does not know the option
+        return False
+    seconds: list[list[float]] = [[], []]
+    for i in range(9):
+        for program, times in zip(programs, seconds, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(program(x, w))
+            if i > 1:
+                times.append(time.perf_counter() - start)
+    plain, library = (float(np.median(times)) for times in seconds)
+    return plain > 1.15 * library
