@@ -17,7 +17,6 @@ import time
 
 def paxattn(config):
     from paxattn import LLM, SamplingParams
-    from paxattn.inputs import parse_prompts
 
     llm = LLM(
         config["model"],
@@ -29,23 +28,26 @@ def paxattn(config):
 
     def serve(requests, arrivals):
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
-        parsed = parse_prompts([p for p, _ in requests], params, None, llm.config.vocab_size)
-        sequences = [llm._samples(i, prompt)[0] for i, prompt in enumerate(parsed)]
-        # `generate` admits all requests at once; here the clock does, between two program runs.
-        scheduler, left = llm._scheduler, list(sequences)
+        left = list(range(len(requests)))
+        arrived, first, last, tokens, number = {}, {}, {}, {}, {}
         start = time.perf_counter()
-        while left or scheduler.has_work():
+        while left or llm.has_unfinished_requests():
             now = time.perf_counter() - start
-            while left and (arrivals is None or arrivals[left[0].index] <= now):
-                sequence = left.pop(0)
-                sequence.arrived = start + (arrivals[sequence.index] if arrivals else 0.0)
-                scheduler.add([sequence])
-            if scheduler.has_work():
-                llm._advance(stream=bool(left))
-            else:
-                time.sleep(max(0.0, arrivals[left[0].index] - now))
+            while left and (arrivals is None or arrivals[left[0]] <= now):
+                i = left.pop(0)
+                arrived[i] = start + (arrivals[i] if arrivals else 0.0)
+                number[llm.add_request(requests[i][0], params[i])] = i
+            if not llm.has_unfinished_requests():
+                time.sleep(max(0.0, arrivals[left[0]] - now))
+                continue
+            # Nobody looks at single tokens here; short runs only while someone may yet arrive.
+            for output in llm.step(stream=bool(left)):
+                i = number[output.request_id]
+                tokens[i] = output.outputs[0].token_ids
+                first.setdefault(i, time.perf_counter())
+                last[i] = time.perf_counter()
         return [
-            (s.outputs, s.first_token_at - s.arrived, s.finished_at - s.arrived) for s in sequences
+            (tokens[i], first[i] - arrived[i], last[i] - arrived[i]) for i in range(len(requests))
         ]
 
     serve.facts = lambda: {

@@ -186,12 +186,13 @@ def serve(llm: Any, requests: list[list[Sequence]], params: BeamSearchParams) ->
     """Runs requests, each a group of `beam_width` sequences, and yields them as they are done."""
     device, scheduler = llm._device, llm._device.scheduler
     searches: dict[int, Beams] = {}
-    for group in requests:
+    for samples in requests:
+        group = list(samples)
         searches[id(group)] = Beams(params, group[0].limit, group[0].stop_ids)
         scheduler.add(group)
     if not requests:
         return
-    stops = max(len(group[0].stop_ids) for group in requests)
+    stops = max(len(samples[0].stop_ids) for samples in requests)
     choice = Choice(greedy=True, logprobs=candidates(params, stops))
     try:
         while scheduler.has_work():

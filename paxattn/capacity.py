@@ -64,19 +64,24 @@ class Capacity:
         room = (shared + own) * self.page_size + 1 - prompt_tokens
         return min(room, self.max_outputs(prompt_tokens))
 
-    def group_refusal(self, prompt_tokens: int, samples: int, most: int) -> str | None:
-        """Why so many samples of a prompt can never run together, or None; `most` samples may."""
+    def group_refusal(
+        self, prompt_tokens: int, samples: int, most: int, option: str = "n"
+    ) -> str | None:
+        """Why so many samples of a prompt can never run together, or None; `most` samples may.
+
+        `option` is what the caller asked for them with.
+        """
         if samples == 1 or self.reserved:
             return None
         if samples > min(most, self.max_rows):
             return (
-                f"n={samples} completions run together, but at most {min(most, self.max_rows)} "
-                "sequences can; lower n or raise max_num_seqs"
+                f"{option}={samples} completions run together, but at most "
+                f"{min(most, self.max_rows)} sequences can; lower {option} or raise max_num_seqs"
             )
         if self.group_outputs(prompt_tokens, samples) < 1:
             return (
-                f"n={samples} completions of {prompt_tokens} tokens do not fit the pool of "
-                f"{self.num_pages - 1} pages together; lower n or raise kv_cache_bytes"
+                f"{option}={samples} completions of {prompt_tokens} tokens do not fit the pool of "
+                f"{self.num_pages - 1} pages together; lower {option} or raise kv_cache_bytes"
             )
         return None
 

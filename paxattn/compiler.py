@@ -13,8 +13,8 @@ import numpy as np
 
 # Attention's loops are a quarter faster in vectors of 512 bits than in the 256 that LLVM prefers;
 # where there are none, LLVM takes what there is.
-_VECTORS = {"xla_cpu_prefer_vector_width": 512}
-_LIBRARY = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
+_VECTORS: dict[str, Any] = {"xla_cpu_prefer_vector_width": 512}
+_LIBRARY: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
 
 
 def options(many_rows: bool, dtype: Any) -> dict[str, Any]:

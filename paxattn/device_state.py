@@ -290,9 +290,9 @@ class DeviceState:
 
     def _swap_in(self, group: list[Sequence], swapped: Swapped) -> bool:
         scheduler = self.scheduler
-        if swapped.count + scheduler.next_tokens(group) > self.free_pages():
+        if swapped.num_pages + scheduler.next_tokens(group) > self.free_pages():
             return False
-        self._evict(swapped.count)
+        self._evict(swapped.num_pages)
         started, compiled = time.perf_counter(), self.compiled()
         scheduler.place()
         plan = self.capacity
@@ -303,12 +303,12 @@ class DeviceState:
         rows[here] = [s.row for s in group]
         entries[here], lengths[here] = swapped.entries, swapped.lengths
         self.state, ok = self.programs.swap_in(
-            self.state, rows, entries, lengths, np.int32(swapped.count), swapped.contents
+            self.state, rows, entries, lengths, np.int32(swapped.num_pages), swapped.contents
         )
         _granted(ok)
-        self._measure_swap(swapped.count, time.perf_counter() - started, compiled)
+        self._measure_swap(swapped.num_pages, time.perf_counter() - started, compiled)
         self.swap_used -= swapped.nbytes
-        self.counts["swapped_in"] += swapped.count
+        self.counts["swapped_in"] += swapped.num_pages
         group[0].swapped = None
         self.notify("swap_in")
         return True
@@ -346,6 +346,7 @@ class DeviceState:
 
     def rewind(self, saved: Snapshot) -> None:
         """Everything as it stood."""
+        time_travel.check_same_geometry(self.state, saved.state)  # here, not from inside a program
         self.state = self.programs.rewind(self.state, saved.state)
         self.scheduler = _copy_scheduler(saved.scheduler)
         self.swap_used = saved.swap_used

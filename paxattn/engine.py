@@ -243,20 +243,22 @@ class LLM:
         parsed = parse_prompts(prompts, params.sampling(), self.tokenizer, self.config.vocab_size)
         requests = [self._samples(i, prompt) for i, prompt in enumerate(parsed)]
         beam_search.check(params, requests, self.capacity.max_rows, self.config.vocab_size)
-        outputs = [
-            completion.refused(i, prompt, error) if error else None
-            for i, (prompt, error) in enumerate(zip(parsed, self._refusals(parsed), strict=True))
-        ]
-        if outputs and all(outputs):
+        outputs: dict[int, RequestOutput] = {}
+        for i, (prompt, error) in enumerate(
+            zip(parsed, self._refusals(parsed, "beam_width"), strict=True)
+        ):
+            if error is not None:
+                outputs[i] = completion.refused(i, prompt, error)
+        if requests and len(outputs) == len(requests):
             raise ValueError(outputs[0].error)
         if self._scheduler.has_work():
             raise RuntimeError(_BUSY)
-        accepted = [list(r) for r, refused in zip(requests, outputs, strict=True) if not refused]
+        accepted = [samples for i, samples in enumerate(requests) if i not in outputs]
         for sequence, finished in beam_search.serve(self, accepted, params):
             outputs[sequence.index] = beam_search.output(
                 sequence, finished, params.n, self.tokenizer
             )
-        return outputs
+        return [outputs[i] for i in sorted(outputs)]
 
     def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None) -> str:
         """Queues one prompt for `step`, for callers whose requests arrive while others run.
@@ -279,15 +281,19 @@ class LLM:
         """Whether `step` has anything to do."""
         return self._scheduler.has_work()
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, stream: bool = True) -> list[RequestOutput]:
         """One program run on the queued requests; returns those that have new tokens.
 
         A request that is finished is returned once with `finished` set, and then forgotten.
+
+        Args:
+          stream: come back after a few tokens at most. False decodes up to 32 at once, at less cost
+            a token, for callers who wait for whole answers and expect nobody.
         """
         if not self._scheduler.has_work():
             return []
         try:
-            touched = self._advance(stream=True)
+            touched = self._advance(stream)
         except BaseException:
             self._device.abandon()
             raise
@@ -377,13 +383,13 @@ class LLM:
                 refused.append(completion.refused(i, prompt, error))
         return self._serve(accepted, refused, stream)
 
-    def _refusals(self, parsed: list[Prompt]) -> list[str | None]:
+    def _refusals(self, parsed: list[Prompt], option: str = "n") -> list[str | None]:
         """Why each prompt can never run, or None."""
         errors = []
         for i, prompt in enumerate(parsed):
             tokens = len(prompt.token_ids)
             error = self.capacity.refusal(tokens) or self.capacity.group_refusal(
-                tokens, prompt.params.n, self._most_samples()
+                tokens, prompt.params.n, self._most_samples(), option
             )
             errors.append(None if error is None else f"prompt {i}: {error}")
         return errors

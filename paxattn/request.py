@@ -55,7 +55,7 @@ class Swapped(NamedTuple):
 
     entries: np.ndarray  # [g, M] int32: which of the pages each table entry is, from 1; 0 for none
     lengths: np.ndarray  # [g] int32
-    count: int  # distinct pages
+    num_pages: int  # distinct ones
     contents: KVPool  # their keys and values (NumPy arrays), padded
 
     @property

@@ -27,7 +27,16 @@ from paxattn.kv_pool import KVPool
 from paxattn.memory import PagedMemory
 from paxattn.state_diff import Cached, Diff, Row, View, compare
 
-__all__ = ["Diff", "End", "Saved", "diff", "fork_and_compare", "rewind", "save"]
+__all__ = [
+    "Diff",
+    "End",
+    "Saved",
+    "check_same_geometry",
+    "diff",
+    "fork_and_compare",
+    "rewind",
+    "save",
+]
 
 
 @jax.tree_util.register_dataclass
@@ -83,11 +92,16 @@ def rewind(now: Any, saved: Saved) -> Any:
     Raises:
       ValueError: `now` is a state of another geometry.
     """
-    _agree(_geometry(now), _geometry(saved), "this state cannot become the saved one")
+    check_same_geometry(now, saved)
     rest = _copy(saved.rest)
     if saved.contents is None:
         return rest
     return rest._replace(pool=kv_pool.put_pages(now.pool, saved.pages, saved.contents))
+
+
+def check_same_geometry(now: Any, saved: Saved) -> None:
+    """Raises ValueError, which names both geometries, where `rewind(now, saved)` would."""
+    _agree(_geometry(now), _geometry(saved), "this state cannot become the saved one")
 
 
 def diff(before: Any, after: Any) -> Diff:

@@ -66,7 +66,7 @@ def test_swap_keeps_shared_pages_shared(loaded):
             group = llm._scheduler.waiting[0]
             full = len(group[0].prompt_ids) // 8
             entries = sum(llm._scheduler.pages(s.stored) for s in group)
-            moved.append((group[0].swapped.count, entries - 2 * full))
+            moved.append((group[0].swapped.num_pages, entries - 2 * full))
 
     llm.observer = watch
     assert completions(llm.generate(prompts, params)) == want
