@@ -79,23 +79,30 @@ def one_by_one_time(pool, lengths, repeats):
     return best(once, repeats)
 
 
+def python_pool(pool):
+    """Free pages and reference counts, as a host-side block pool keeps them."""
+    return collections.deque(range(1, pool)), dict.fromkeys(range(pool), 0)
+
+
+def python_cycle(free, references, counts):
+    """Pages for a batch, one request at a time, and back."""
+    tables = []
+    for count in counts:
+        pages = [free.popleft() for _ in range(count)]
+        for page in pages:
+            references[page] += 1
+        tables.append(pages)
+    for pages in tables:
+        for page in pages:
+            references[page] -= 1
+            if references[page] == 0:
+                free.append(page)
+
+
 def python_time(pool, counts, repeats):
     """Seconds of the same in plain Python."""
-    free, references = collections.deque(range(1, pool)), dict.fromkeys(range(pool), 0)
-
-    def once():
-        tables = []
-        for count in counts:
-            pages = [free.popleft() for _ in range(count)]
-            for page in pages:
-                references[page] += 1
-            tables.append(pages)
-        for pages in tables:
-            for page in pages:
-                references[page] -= 1
-                if references[page] == 0:
-                    free.append(page)
-
+    free, references = python_pool(pool)
+    once = lambda: python_cycle(free, references, counts)  # noqa: E731
     once()
     return best(once, repeats)
 

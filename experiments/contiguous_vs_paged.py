@@ -36,6 +36,7 @@ import time
 from pathlib import Path
 
 import common
+import models
 import numpy as np
 import traces
 
@@ -51,8 +52,7 @@ SIDES = {"contiguous": "reserve-max", "paged": "paged"}
 
 def options(parser) -> None:
     traces.option(parser)
-    parser.add_argument("--model", help="Hugging Face folder or hub id, GGUF file or checkpoint")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    models.option(parser)
     parser.add_argument("--requests", type=_positive, help="how many of the trace's (default: 24)")
     parser.add_argument(
         "--max-model-len",
@@ -93,7 +93,7 @@ def run(args) -> None:
     longest = args.max_model_len or 1024
     count = args.requests or 24
     trace = choose_requests(args, longest, count)
-    model = choose_model(args)
+    model = models.choose(args)
     if longest > model.config.max_position_embeddings:
         common.fail(
             f"--max-model-len {longest} is more than the {model.config.max_position_embeddings} "
@@ -147,33 +147,6 @@ def run(args) -> None:
     common.report("", describe(result), "", explain(result), "", f"wrote {path} and {figure(args)}")
     if not result["identical_outputs"]:
         common.fail("the two caches gave different tokens: this is a bug, please report it")
-
-
-def choose_model(args):
-    """The model that was asked for; a quick run without one takes a small random LLaMA."""
-    from convert import LoadedModel, load
-
-    if not args.quick or args.model:
-        common.report("loading the model ...")
-        return load(args.model, args.dtype, progress=True)
-    import jax
-
-    from paxattn import LlamaConfig
-    from paxattn.llama import init_params
-
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=512,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-    )
-    common.report("quick: a random LLaMA of 4 layers; its tokens/s say nothing about a real model")
-    return LoadedModel(
-        config, init_params(config, jax.random.key(args.seed)), None, "random-4-layer"
-    )
 
 
 def choose_requests(args, longest: int, count: int):

@@ -26,8 +26,8 @@ import re
 from pathlib import Path
 
 import common
+import models
 import movie_frames
-from prefix_cache import load_model
 
 from paxattn import LLM, SamplingParams
 from paxattn.batch import PREFILL_BUCKETS
@@ -54,9 +54,7 @@ WAYS = {"recompute": "by recomputation", "swap": "by swapping"}
 
 
 def options(parser):
-    parser.add_argument(
-        "--model", help="folder, hub id or .gguf file (default: SmolLM2-135M; --quick: random)"
-    )
+    models.option(parser)
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="your prompts, one a line")
     parser.add_argument("--page-size", type=int, default=8, help="tokens in a page (default: 8)")
     parser.add_argument(
@@ -241,7 +239,7 @@ def run(args):
         if value is not None and value < 1:
             common.fail(f"--{name.replace('_', '-')} must be at least 1; got {value}")
     texts(args)  # before the model is read
-    model = load_model(args)
+    model = models.choose(args, **models.TINY)
     prompts = prompts_of(args, model)
     params = sampling(args, len(prompts))
     ways = list(WAYS) if args.preemption == "both" else [args.preemption]

@@ -13,21 +13,27 @@ def option(parser):
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
 
 
-def choose(args, layers=4):
-    """The model that was asked for; a quick run without one takes a random LLaMA of `layers`."""
+def choose(args, **sizes):
+    """The model that was asked for; a quick run without one takes a `random_llama` of `sizes`."""
     from convert import load
 
     if not args.quick or args.model:
         common.report("loading the model ...")
         return load(args.model, args.dtype, progress=True)
+    model = random_llama(args.seed, **sizes)
     common.report(
-        f"quick: a random LLaMA ({layers} layers); its speed says nothing of a real model"
+        f"quick: a random LLaMA ({model.config.num_layers} layers); its speed says nothing of a "
+        "real model"
     )
-    return random_llama(args.seed, layers)
+    return model
 
 
-def random_llama(seed, layers=4):
-    """A LLaMA of random weights, small enough that its programs compile in seconds."""
+# Compiles in a few seconds, and its vocabulary is the bytes.
+TINY = {"layers": 1, "vocab_size": 256, "hidden_size": 64, "max_position_embeddings": 512}
+
+
+def random_llama(seed, layers=4, *, vocab_size=4096, hidden_size=256, max_position_embeddings=2048):
+    """A LLaMA of random weights and without a tokenizer, small enough to compile quickly."""
     import jax
 
     from convert import LoadedModel
@@ -35,13 +41,14 @@ def random_llama(seed, layers=4):
     from paxattn.llama import init_params
 
     config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=512,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_layers=layers,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=64,
+        head_dim=hidden_size // 4,
+        max_position_embeddings=max_position_embeddings,
     )
     params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(seed))
     return LoadedModel(config, params, None, f"random-{layers}-layer")

@@ -18,7 +18,6 @@ JSON keys:
   config     rows, pages_per_seq, mean_pages, steps, pool_pages
 """
 
-import collections
 import time
 
 import common
@@ -26,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from batch_allocation import best
+from batch_allocation import best, python_cycle, python_pool
 
 from paxattn import memory
 
@@ -69,22 +68,12 @@ def churn(cached, lengths, pool, width, repeats):
 
 def python_time(lengths, pool, repeats):
     """Seconds for the same requests in plain Python."""
-    free, references = collections.deque(range(1, pool)), dict.fromkeys(range(pool), 0)
+    free, references = python_pool(pool)
     counts = (-(-lengths // PAGE_SIZE)).tolist()
 
     def once():
         for step in counts:
-            tables = []
-            for count in step:
-                pages = [free.popleft() for _ in range(count)]
-                for page in pages:
-                    references[page] += 1
-                tables.append(pages)
-            for pages in tables:
-                for page in pages:
-                    references[page] -= 1
-                    if references[page] == 0:
-                        free.append(page)
+            python_cycle(free, references, step)
 
     once()
     return best(once, repeats)
@@ -92,7 +81,7 @@ def python_time(lengths, pool, repeats):
 
 def python_cached_time(lengths, pool, repeats):
     """Seconds for the same requests in plain Python, each slot keeping its pages."""
-    free, references = collections.deque(range(1, pool)), dict.fromkeys(range(pool), 0)
+    free, references = python_pool(pool)
     kept = [[] for _ in range(lengths.shape[1])]
     counts = (-(-lengths // PAGE_SIZE)).tolist()
 

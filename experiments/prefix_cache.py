@@ -31,10 +31,10 @@ JSON keys:
 import math
 import time
 from collections import OrderedDict
-from types import SimpleNamespace
 
 import common
 import matplotlib.pyplot as plt
+import models
 import numpy as np
 import traces
 
@@ -46,9 +46,7 @@ BYTES_13B = PageGeometry.of("llama-13b", 16).bytes_per_token
 
 def options(parser):
     traces.option(parser)
-    parser.add_argument(
-        "--model", help="model of parts 2 and 3 (default: SmolLM2-135M; --quick: a random one)"
-    )
+    models.option(parser)
     parser.add_argument("--requests", type=int, help="requests of parts 2 and 3 (default: 32)")
     parser.add_argument("--output", type=int, help="output tokens of each (default: 32)")
     parser.add_argument(
@@ -162,35 +160,6 @@ def reuse(args):
 # --- 2 and 3: the engine ----------------------------------------------------------------------
 
 
-def random_model(seed):
-    """A model small enough that the programs compile in seconds."""
-    import jax
-
-    from paxattn import LlamaConfig
-    from paxattn.llama import init_params
-
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-    )
-    params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(seed))
-    return SimpleNamespace(config=config, params=params, tokenizer=None, source="random")
-
-
-def load_model(args):
-    if args.quick and not args.model:
-        return random_model(args.seed)
-    from convert import load
-
-    return load(args.model, "auto", progress=True)
-
-
 def engines(model, longest, rows, requests):
     """Three caches with one byte budget: room for `rows` requests of final length `longest`."""
     import jax
@@ -300,7 +269,7 @@ def run(args):
         ),
         "",
     )
-    model = load_model(args)
+    model = models.choose(args, **models.TINY)
     setting = {
         "requests": args.requests or (12 if args.quick else 32),
         "output": args.output or (8 if args.quick else 32),
