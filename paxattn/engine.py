@@ -235,7 +235,11 @@ class LLM:
         Raises:
           ValueError: as `generate`, a beam width that can never run, or a traditional cache.
         """
-        params = params or BeamSearchParams()
+        params = BeamSearchParams() if params is None else params
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(
+                f"beam_search takes BeamSearchParams; got {type(params).__name__}: {params!r:.200}"
+            )
         if self.cache == "reserve-max":
             raise ValueError(
                 "beam_search needs cache='paged': the traditional cache shares nothing"
@@ -475,7 +479,6 @@ class LLM:
         )
         touched = self._after_chunks(chunks, outputs, jax.tree.map(np.asarray, sampled))
         self._record_end(record, 1, len(touched), sum(c.count for c in chunks))
-        device.notify("prefill")
         device.leave(touched)
         return touched
 
@@ -483,6 +486,7 @@ class LLM:
         """Forks and first tokens of the sequences whose prompt is now computed."""
         for chunk in chunks:
             chunk.sequence.stored += chunk.count
+        self._device.notify("prefill")
         self._device.fork([s for s in outputs if s.parent is not None and s.parent.prefilled])
         touched = []
         for i, sequence in enumerate(outputs):

@@ -52,6 +52,11 @@ def parse_prompts(
     if isinstance(sampling_params, SamplingParams):
         params = [sampling_params] * len(items)
     else:
+        if isinstance(sampling_params, str) or not isinstance(sampling_params, Sequence):
+            raise ValueError(
+                "sampling_params must be a SamplingParams or a list of them; got "
+                f"{type(sampling_params).__name__}: {sampling_params!r:.200}"
+            )
         params = list(sampling_params)
         if len(params) != len(items):
             raise ValueError(

@@ -184,6 +184,8 @@ def test_a_search_that_can_never_run_is_named(loaded, llm):
         llm.beam_search([[1]], BeamSearchParams(beam_width=13))
     with pytest.raises(ValueError, match="prompt 0"):
         llm.beam_search([[1] * 300])
+    with pytest.raises(ValueError, match="takes BeamSearchParams; got int: 4"):
+        llm.beam_search([[1]], 4)
     refused, served = llm.beam_search([[1] * 300, [1]])
     assert "prompt 0" in refused.error
     assert len(served.outputs) == 4

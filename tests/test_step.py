@@ -33,6 +33,8 @@ def test_a_bad_request_is_refused_and_nothing_is_queued(llm):
     for prompt, message in (([], "empty"), ([999], "outside the vocabulary"), ([1] * 300, "256")):
         with pytest.raises(ValueError, match=message):
             llm.add_request(prompt, GREEDY)
+    with pytest.raises(ValueError, match="sampling_params must be a SamplingParams"):
+        llm.add_request([1], 0.7)
     assert not llm.has_unfinished_requests()
 
 
