@@ -115,6 +115,7 @@ def run(args) -> None:
             max_model_len=longest,
             max_num_seqs=args.max_num_seqs,
             cache=cache,
+            preemption="recompute",  # swapped pages would be memory beside the budget
             seed=args.seed,
         )
         compile_seconds = warm_up(llm, prompts, side)
