@@ -112,6 +112,16 @@ def diff(before: Any, after: Any) -> Diff:
 
     Raises:
       ValueError: the states are of different geometries.
+
+    >>> from paxattn.memory import fork, init, reserve
+    >>> before, _ = reserve(init(10, 2, 3, 4), jnp.array([6, 0], jnp.int32))
+    >>> after, _, _ = fork(before, jnp.array([-1, 0], jnp.int32))
+    >>> print(diff(before, after))
+    row 1: empty -> 6 tokens in pages 1 3
+    allocated: 3
+    shared now: 1
+    copied: 2 -> 3
+    references: page 1: 1 -> 2
     """
     _agree(_geometry(before), _geometry(after), "these states cannot be compared")
     return compare(_view(before), _view(after))
