@@ -17,6 +17,7 @@ import numpy as np
 
 from paxattn import batch
 from paxattn.decode import Choice
+from paxattn.loop import Loop
 from paxattn.request import CompletionOutput, RequestOutput, Sequence
 from paxattn.sampling_params import SamplingParams
 
@@ -182,9 +183,9 @@ def check(
         )
 
 
-def serve(llm: Any, requests: list[list[Sequence]], params: BeamSearchParams) -> Iterator:
+def serve(loop: Loop, requests: list[list[Sequence]], params: BeamSearchParams) -> Iterator:
     """Runs requests, each a group of `beam_width` sequences, and yields them as they are done."""
-    device, scheduler = llm._device, llm._device.scheduler
+    device, scheduler = loop.device, loop.device.scheduler
     searches: dict[int, Beams] = {}
     for samples in requests:
         group = list(samples)
@@ -199,11 +200,11 @@ def serve(llm: Any, requests: list[list[Sequence]], params: BeamSearchParams) ->
             device.admit()
             chunks = scheduler.prefill_chunks(*batch.PREFILL_BUCKETS[-1])
             if chunks:
-                ready = _first_tokens(llm, chunks, choice)
+                ready = _first_tokens(loop, chunks, choice)
             else:
                 while scheduler.starved(device.free_pages()) and scheduler.several_groups():
-                    llm._preempt()
-                ready = _next_tokens(llm, choice)
+                    loop.preempt()
+                ready = _next_tokens(loop, choice)
             moves: list[tuple[Sequence, Sequence]] = []
             over = []
             for group, ids, logprobs in ready:
@@ -224,13 +225,13 @@ def serve(llm: Any, requests: list[list[Sequence]], params: BeamSearchParams) ->
         device.abandon()
 
 
-def _first_tokens(llm, chunks, choice):
+def _first_tokens(loop, chunks, choice):
     """Computes chunks of prompts; candidates of the groups whose prompt is now complete."""
-    device = llm._device
+    device = loop.device
     outputs = batch.sampled_sequences(chunks)
     tokens, samples = batch.prefill_bucket(chunks)
     device.state, sampled = device.programs.prefill(choice)(
-        llm.params,
+        loop.params,
         device.state,
         batch.prefill_inputs(chunks, tokens, samples),
         batch.sampling_arrays(outputs, samples),
@@ -248,15 +249,15 @@ def _first_tokens(llm, chunks, choice):
     return ready
 
 
-def _next_tokens(llm, choice):
+def _next_tokens(loop, choice):
     """One decode step of every beam; candidates of each group that is not being replayed."""
-    device, scheduler = llm._device, llm._device.scheduler
+    device, scheduler = loop.device, loop.device.scheduler
     sequences = scheduler.decoding()
     device.leave_window(sequences)
     device.make_room(sequences, steps=1)
     rows = batch.row_bucket(len(sequences))
     device.state, sampled, _ = device.programs.decode(choice)(
-        llm.params,
+        loop.params,
         device.state,
         batch.decode_inputs(sequences, rows, 1, True),
         batch.sampling_arrays(sequences, rows),
@@ -266,7 +267,7 @@ def _next_tokens(llm, choice):
     for i, s in enumerate(sequences):
         s.stored += 1
         place[s] = i
-    llm._count_sharing(1)
+    loop.count_sharing(1)
     device.notify("decode")
     groups = {id(s.group): s.group for s in sequences}.values()
     ready = []

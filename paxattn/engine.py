@@ -1,51 +1,30 @@
 """`LLM`: prompts in, completions out, on paged memory with continuous batching.
 
-The host decides who runs (`scheduler`), the device does everything else (`decode`): this file is the
-loop between them. It hands sequences to a program (`batch` makes arrays of them, `device_state`
-keeps their pages) and the program's tokens back to the sequences (`completion`).
+What a user calls, and nothing else: prompts become sequences here, and `loop` serves them.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from paxattn import batch, beam_search, completion
+from paxattn import beam_search, completion
 from paxattn.batch import PREFILL_BUCKETS, row_bucket
 from paxattn.beam_search import BeamSearchParams
 from paxattn.capacity import Capacity, plan_capacity
-from paxattn.decode import MAX_STEPS, State
+from paxattn.decode import State
 from paxattn.device_state import DeviceState, Event, Snapshot
 from paxattn.inputs import Prompt, compute_dtype, load_model, parse_prompts
+from paxattn.loop import Loop, StepRecord
 from paxattn.request import RequestOutput
 from paxattn.request import Sequence as Running
 from paxattn.sampling import sample_seed
 from paxattn.sampling_params import SamplingParams
-from paxattn.scheduler import Chunk
 
 _BUSY = "this LLM is serving another call; exhaust or close that iterator first"
-STREAM_STEPS = 4  # decode steps between two looks of a streaming caller
 SWAP_BYTES = 4 * 2**30  # host memory for swapped pages, unless the caller says otherwise
-
-
-class StepRecord(NamedTuple):
-    """One program run, as `LLM.history` keeps it for measurements."""
-
-    kind: str  # "prefill", "decode", or "mixed": chunks of prompts beside a decode step
-    started: float  # seconds, time.perf_counter
-    seconds: float
-    compiled: bool  # a program was compiled in this time
-    requests: tuple[int, ...]  # each running request's place in the call
-    stored_before: tuple[int, ...]  # tokens in the pool of each running sequence
-    stored_after: tuple[int, ...]
-    steps: int  # decode steps; 1 for a prefill
-    new_tokens: int  # output tokens that did not exist before
-    waiting: int
-    free_pages: int
-    preemptions: int  # since the engine was made
 
 
 class LLM:
@@ -128,7 +107,6 @@ class LLM:
         self.params = jax.tree.map(lambda x: jnp.asarray(x, self.dtype), loaded.params)
         self.cache = cache
         self.seed = seed
-        self.preemption = preemption
         self.prefix_caching = bool(enable_prefix_caching)
         if self.prefix_caching:
             _check_prefix_caching(self.config, cache)
@@ -142,7 +120,6 @@ class LLM:
             reserved=cache == "reserve-max",
         )
         self._mixed = _mixed_tokens(max_num_batched_tokens, self.capacity.max_rows)
-        self.history: list[StepRecord] | None = None
         self._device = DeviceState(
             self.config,
             self.dtype,
@@ -152,10 +129,15 @@ class LLM:
             swap_bytes,
         )
         self._requests = 0
-        self._preemptions = 0
-        self._entry_steps = 0  # table entries, and pages in use, summed over decode steps
-        self._page_steps = 0
-        self._costs = {"prefill": 0.0, "decode": 0.0}  # seconds a token, and a row's step
+        self._loop = Loop(self._device, self.params, self.tokenizer, preemption, self._mixed)
+
+    @property
+    def history(self) -> list[StepRecord] | None:
+        return self._loop.history
+
+    @history.setter
+    def history(self, records: list[StepRecord] | None) -> None:
+        self._loop.history = records
 
     @property
     def observer(self) -> Callable[[Event, State], None] | None:
@@ -258,7 +240,7 @@ class LLM:
         if self._scheduler.has_work():
             raise RuntimeError(_BUSY)
         accepted = [samples for i, samples in enumerate(requests) if i not in outputs]
-        for sequence, finished in beam_search.serve(self, accepted, params):
+        for sequence, finished in beam_search.serve(self._loop, accepted, params):
             outputs[sequence.index] = beam_search.output(
                 sequence, finished, params.n, self.tokenizer
             )
@@ -297,7 +279,7 @@ class LLM:
         if not self._scheduler.has_work():
             return []
         try:
-            touched = self._advance(stream)
+            touched = self._loop.advance(stream)
         except BaseException:
             self._device.abandon()
             raise
@@ -356,12 +338,12 @@ class LLM:
             "pages_shared": shared,
             "page_entries": entries,
             "memory_saved": _saved(entries, used),
-            "memory_saved_mean": _saved(self._entry_steps, self._page_steps),
+            "memory_saved_mean": _saved(self._loop.entry_steps, self._loop.page_steps),
             "kv_cache_bytes": device.state.pool.nbytes,
             "max_num_seqs": plan.max_rows,
             "max_model_len": plan.max_model_len,
             **{f"prefix_{name}": device.counts[name] for name in prefix},
-            "preemptions": self._preemptions,
+            "preemptions": self._loop.preemptions,
             "pages_swapped_out": device.counts["swapped_out"],
             "pages_swapped_in": device.counts["swapped_in"],
             "swap_bytes_used": device.swap_used,
@@ -400,9 +382,8 @@ class LLM:
 
     def _most_samples(self) -> int:
         """The most samples of one prompt that its last chunk can be sampled for."""
-        if self._mixed is None:
-            return PREFILL_BUCKETS[-1][1]
-        return row_bucket(self.capacity.max_rows)
+        most = PREFILL_BUCKETS[-1][1]
+        return most if self._mixed is None else min(most, row_bucket(self.capacity.max_rows))
 
     def _serve(self, accepted, refused, stream) -> Iterator[RequestOutput]:
         yield from refused
@@ -412,7 +393,7 @@ class LLM:
             self._queue(samples)
         try:
             while self._scheduler.has_work():
-                touched = self._advance(stream)
+                touched = self._loop.advance(stream)
                 for samples in _requests(touched):
                     if stream or all(s.finish_reason for s in samples):
                         yield completion.request_output(samples)
@@ -425,135 +406,6 @@ class LLM:
         # The traditional cache shares nothing: its samples are sequences like any others.
         for group in [[s] for s in samples] if self._scheduler.reserved else [list(samples)]:
             self._scheduler.add(group)
-
-    def _advance(self, stream: bool) -> list[Running]:
-        """One program run; returns the sequences that have new tokens."""
-        device, scheduler = self._device, self._scheduler
-        device.admit()
-        mixed = self._mixed is not None and bool(scheduler.decoding())
-        if not mixed:
-            most = PREFILL_BUCKETS[-1] if self._mixed is None else (self._mixed, self._mixed // 2)
-            chunks = scheduler.prefill_chunks(*most)
-            if chunks:
-                return self._prefill(chunks)
-        device.leave_window(scheduler.decoding())
-        while scheduler.starved(device.free_pages()) and scheduler.several_groups():
-            self._preempt()
-        decoding = scheduler.decoding()
-        if mixed and self._mixed is not None:
-            rows = row_bucket(self.capacity.max_rows)
-            chunks = scheduler.prefill_chunks(self._mixed - rows, rows)
-            if chunks:
-                device.make_room(decoding, steps=1)
-                return self._mixed_step(chunks, decoding, rows)
-        device.make_room(decoding)
-        return self._decode(decoding, stream)
-
-    def _preempt(self) -> None:
-        group = self._scheduler.running[-1].group
-        self._preemptions += len(group)
-        if self._swap_is_better(group):
-            self._device.swap_out()
-        else:
-            self._device.preempt()
-
-    def _swap_is_better(self, group: list[Running]) -> bool:
-        if self.preemption == "recompute" or not self._device.can_swap():
-            return False
-        swapping = self._device.swap_seconds_per_page
-        if self.preemption == "swap" or swapping is None:
-            return True  # what has never been done has no measured cost yet
-        pages = sum(self._scheduler.pages(s.stored) - s.dropped for s in group)
-        again = len(group[0].prompt_ids) * self._costs["prefill"]
-        again += sum(s.in_play - 1 for s in group) * self._costs["decode"]
-        return pages * swapping < again
-
-    def _prefill(self, chunks: list[Chunk]) -> list[Running]:
-        outputs = batch.sampled_sequences(chunks)
-        tokens, samples = batch.prefill_bucket(chunks)
-        inputs = batch.prefill_inputs(chunks, tokens, samples)
-        device = self._device
-        record = self._record_start("prefill")
-        device.state, sampled = device.programs.prefill(batch.choice_of(outputs))(
-            self.params, device.state, inputs, batch.sampling_arrays(outputs, samples)
-        )
-        touched = self._after_chunks(chunks, outputs, jax.tree.map(np.asarray, sampled))
-        self._record_end(record, 1, len(touched), sum(c.count for c in chunks))
-        device.leave(touched)
-        return touched
-
-    def _after_chunks(self, chunks, outputs, sampled) -> list[Running]:
-        """Forks and first tokens of the sequences whose prompt is now computed."""
-        for chunk in chunks:
-            chunk.sequence.stored += chunk.count
-        self._device.notify("prefill")
-        self._device.fork([s for s in outputs if s.parent is not None and s.parent.prefilled])
-        touched = []
-        for i, sequence in enumerate(outputs):
-            if sequence.prefilled and not sequence.outputs:  # otherwise it is being replayed
-                completion.accept(sequence, *batch.pick(sampled, i), self.tokenizer)
-                touched.append(sequence)
-        return touched
-
-    def _decode(self, sequences: list[Running], stream: bool) -> list[Running]:
-        rows = row_bucket(len(sequences))
-        inputs = batch.decode_inputs(
-            sequences,
-            rows,
-            STREAM_STEPS if stream else MAX_STEPS,
-            stream or bool(self._scheduler.waiting),
-        )
-        device = self._device
-        record = self._record_start("decode")
-        device.state, sampled, steps = device.programs.decode(batch.choice_of(sequences))(
-            self.params, device.state, inputs, batch.sampling_arrays(sequences, rows)
-        )
-        sampled = jax.tree.map(np.asarray, sampled)
-        touched, new = [], 0
-        for i, s in enumerate(sequences):
-            emitted = int((sampled.tokens[i] >= 0).sum())
-            replayed = int(inputs.num_forced[i])
-            s.stored += emitted
-            for j in range(replayed, emitted):
-                if s.finish_reason:
-                    break
-                completion.accept(s, *batch.pick(sampled, (i, j)), self.tokenizer)
-                new += 1
-            if emitted > replayed:
-                touched.append(s)
-        self._record_end(record, int(steps), new, int(steps) * len(sequences))
-        self._count_sharing(int(steps))
-        device.notify("decode")
-        device.leave(touched)
-        return touched
-
-    def _mixed_step(self, chunks: list[Chunk], decoding: list[Running], rows: int) -> list[Running]:
-        """Chunks of prompts and one decode step of the others, in one program."""
-        assert self._mixed is not None
-        outputs = batch.sampled_sequences(chunks)
-        everyone = [*decoding, *outputs]
-        device = self._device
-        record = self._record_start("mixed")
-        device.state, chosen, sampled = device.programs.mixed(batch.choice_of(everyone))(
-            self.params,
-            device.state,
-            batch.decode_inputs(decoding, rows, 1, True),
-            batch.prefill_inputs(chunks, self._mixed - rows, rows),
-            batch.sampling_arrays(decoding, rows),
-            batch.sampling_arrays(outputs, rows),
-        )
-        chosen, sampled = jax.tree.map(np.asarray, (chosen, sampled))
-        touched = self._after_chunks(chunks, outputs, sampled)
-        for i, s in enumerate(decoding):
-            s.stored += 1
-            if s.in_play > len(s.outputs):  # otherwise it is being replayed
-                completion.accept(s, *batch.pick(chosen, i), self.tokenizer)
-                touched.append(s)
-        self._record_end(record, 1, len(touched), 0)
-        self._count_sharing(1)
-        device.notify("decode")
-        device.leave(touched)
-        return touched
 
     # ------------------------------------------------------------------ small parts
 
@@ -586,46 +438,6 @@ class LLM:
                 )
             )
         return samples
-
-    def _count_sharing(self, steps: int) -> None:
-        if self._scheduler.reserved:
-            return
-        running = self._scheduler.running
-        entries = sum(self._scheduler.pages(s.stored) - s.dropped for s in running)
-        self._entry_steps += entries * steps
-        self._page_steps += (self.capacity.num_pages - 1 - self._device.free_pages()) * steps
-
-    def _record_start(self, kind: str) -> tuple:
-        running = list(self._scheduler.running)
-        stored = tuple(s.stored for s in running)
-        return kind, time.perf_counter(), self._device.compiled(), running, stored
-
-    def _record_end(self, record: tuple, steps: int, new_tokens: int, work: int) -> None:
-        """Ends a program run; `work`, its tokens or row steps, prices a recomputation."""
-        kind, started, before_compiled, running, before = record
-        seconds = time.perf_counter() - started
-        compiled = self._device.compiled() > before_compiled
-        if work and not compiled:
-            old = self._costs[kind]
-            self._costs[kind] = (old + seconds / work) / 2 if old else seconds / work
-        if self.history is None:
-            return
-        self.history.append(
-            StepRecord(
-                kind=kind,
-                started=started,
-                seconds=seconds,
-                compiled=compiled,
-                requests=tuple(s.index for s in running),
-                stored_before=before,
-                stored_after=tuple(s.stored for s in running),
-                steps=steps,
-                new_tokens=new_tokens,
-                waiting=len(self._scheduler.waiting),
-                free_pages=self._device.free_pages(),
-                preemptions=self._preemptions,
-            )
-        )
 
 
 def _requests(touched: list[Running]) -> list[list[Running]]:

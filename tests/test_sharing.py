@@ -61,7 +61,7 @@ def test_samples_are_separate_requests_with_derived_seeds(llm, want):
 
 
 def test_full_prompt_pages_are_held_once_and_the_saving_is_reported(llm, want):
-    before = llm._entry_steps, llm._page_steps
+    before = llm._loop.entry_steps, llm._loop.page_steps
     seen = []
     for output in llm.stream([PROMPTS[3]], groups()[3]):
         if not output.finished:
@@ -71,7 +71,7 @@ def test_full_prompt_pages_are_held_once_and_the_saving_is_reported(llm, want):
     first = seen[1]
     assert (first["pages_shared"], first["page_entries"], first["pages_used"]) == (2, 9, 5)
     assert first["memory_saved"] == pytest.approx(4 / 9)
-    entries, pages = llm._entry_steps - before[0], llm._page_steps - before[1]
+    entries, pages = llm._loop.entry_steps - before[0], llm._loop.page_steps - before[1]
     assert 0.3 < 1 - pages / entries < 0.5
     assert [c.token_ids for c in output.outputs] == [c.token_ids for c in want[3]]
 

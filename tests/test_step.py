@@ -48,7 +48,7 @@ def test_generate_does_not_mix_with_queued_requests(llm):
 
 def test_a_failed_step_gives_everything_back(llm, monkeypatch):
     llm.add_request([1, 2], GREEDY)
-    monkeypatch.setattr(llm, "_prefill", lambda chunks: 1 / 0)
+    monkeypatch.setattr(llm._loop, "_prefill", lambda chunks: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.step()
     assert not llm.has_unfinished_requests()
