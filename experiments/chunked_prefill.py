@@ -76,6 +76,8 @@ def run(args):
     length = args.length or (400 if quick else 1000)
     budgets = args.budget or ([64] if quick else [64, 128, 256])
     rounds = args.rounds or (2 if quick else 4)
+    if min(budgets) < 16:
+        common.fail(f"--budget must be at least 16 tokens; got {min(budgets)}")
     model = models.choose(args)
     steps = 4  # of one streaming program
     output = 4 * steps + count * length // (min(budgets) // 2) + 8

@@ -133,9 +133,13 @@ def run(args):
     requests = args.requests or (6 if args.quick else 12)
     output = args.output or (24 if args.quick else 64)
     rounds = args.rounds or (2 if args.quick else 5)
-    for name, value in (("tokens", tokens), ("requests", requests), ("output", output)):
-        if value < 2:
-            common.fail(f"--{name} must be at least 2; got {value}")
+    for name, value, least in (
+        ("tokens", tokens, 8),
+        ("requests", requests, 2),
+        ("output", output, 2),
+    ):
+        if value < least:
+            common.fail(f"--{name} must be at least {least}; got {value}")
     if rounds < 1:
         common.fail(f"--rounds must be at least 1; got {rounds}")
     model = models.choose(args)

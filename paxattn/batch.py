@@ -14,6 +14,7 @@ from paxattn.scheduler import Chunk, children
 # many samples of few prompts only.
 PREFILL_BUCKETS = ((64, 16), (256, 16), (512, 32), (512, 128))
 FEWEST_ROWS = 8
+_INT32 = np.iinfo(np.int32).max
 
 
 def row_bucket(rows: int) -> int:
@@ -115,11 +116,11 @@ def sampling_arrays(sequences: list[Sequence], rows: int) -> SamplingArrays:
     for i, s in enumerate(sequences):
         p = s.params
         arrays.temperature[i] = p.temperature
-        arrays.top_k[i] = max(p.top_k, 0)
+        arrays.top_k[i] = min(max(p.top_k, 0), _INT32)
         arrays.top_p[i] = p.top_p
         arrays.min_p[i] = p.min_p
         arrays.seed[i] = s.seed
-        arrays.min_tokens[i] = p.min_tokens
+        arrays.min_tokens[i] = min(p.min_tokens, _INT32)
         arrays.stop_ids[i, : len(s.stop_ids)] = s.stop_ids
     return arrays
 

@@ -8,7 +8,7 @@ The rules are those of `transformers` (`num_beams` beams, no sampling), token fo
 """
 
 import dataclasses
-import math
+import numbers
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -52,19 +52,28 @@ class BeamSearchParams:
 
     def __post_init__(self):
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if isinstance(self.early_stopping, np.bool_):
+            object.__setattr__(self, "early_stopping", bool(self.early_stopping))
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
-        if not isinstance(self.length_penalty, (int, float)) or not math.isfinite(
-            self.length_penalty
+        penalty = self.length_penalty
+        if (
+            isinstance(penalty, bool)
+            or not isinstance(penalty, numbers.Real)
+            or not -50 <= float(penalty) <= 50
         ):
-            raise ValueError(f"length_penalty must be a finite number; got {self.length_penalty!r}")
-        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(f"length_penalty must be a number from -50 to 50; got {penalty!r}")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(
                 f"early_stopping must be True, False or 'never'; got {self.early_stopping!r}"
             )
-        if self.n is not None and not (isinstance(self.n, int) and 1 <= self.n <= self.beam_width):
+        if self.n is not None and (
+            isinstance(self.n, bool)
+            or not isinstance(self.n, int)
+            or not 1 <= self.n <= self.beam_width
+        ):
             raise ValueError(f"n must be from 1 to beam_width={self.beam_width}; got {self.n!r}")
 
     def sampling(self) -> SamplingParams:
@@ -202,6 +211,7 @@ def serve(loop: Loop, requests: list[list[Sequence]], params: BeamSearchParams) 
             if chunks:
                 ready = _first_tokens(loop, chunks, choice)
             else:
+                device.leave_window(scheduler.decoding())
                 while scheduler.starved(device.free_pages()) and scheduler.several_groups():
                     loop.preempt()
                 ready = _next_tokens(loop, choice)
@@ -230,6 +240,7 @@ def _first_tokens(loop, chunks, choice):
     device = loop.device
     outputs = batch.sampled_sequences(chunks)
     tokens, samples = batch.prefill_bucket(chunks)
+    record = loop.record_start("prefill")
     device.state, sampled = device.programs.prefill(choice)(
         loop.params,
         device.state,
@@ -238,6 +249,7 @@ def _first_tokens(loop, chunks, choice):
     )
     for chunk in chunks:
         chunk.sequence.stored += chunk.count
+    loop.record_end(record, 1, 0, sum(c.count for c in chunks))
     device.notify("prefill")
     device.fork([s for s in outputs if s.parent is not None and s.parent.prefilled])
     ready = []
@@ -253,9 +265,9 @@ def _next_tokens(loop, choice):
     """One decode step of every beam; candidates of each group that is not being replayed."""
     device, scheduler = loop.device, loop.device.scheduler
     sequences = scheduler.decoding()
-    device.leave_window(sequences)
     device.make_room(sequences, steps=1)
     rows = batch.row_bucket(len(sequences))
+    record = loop.record_start("decode")
     device.state, sampled, _ = device.programs.decode(choice)(
         loop.params,
         device.state,
@@ -267,6 +279,7 @@ def _next_tokens(loop, choice):
     for i, s in enumerate(sequences):
         s.stored += 1
         place[s] = i
+    loop.record_end(record, 1, len(sequences), len(sequences))
     loop.count_sharing(1)
     device.notify("decode")
     groups = {id(s.group): s.group for s in sequences}.values()

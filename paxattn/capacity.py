@@ -76,7 +76,8 @@ class Capacity:
         if samples > min(most, self.max_rows):
             return (
                 f"{option}={samples} completions run together, but at most "
-                f"{min(most, self.max_rows)} sequences can; lower {option} or raise max_num_seqs"
+                f"{min(most, self.max_rows)} sequences can; lower {option}"
+                + (" or raise max_num_seqs" if self.max_rows < most else "")
             )
         if self.group_outputs(prompt_tokens, samples) < 1:
             return (

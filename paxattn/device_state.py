@@ -42,6 +42,7 @@ class Snapshot(NamedTuple):
     state: time_travel.Saved  # the pages in use, the tables, the prefix cache
     scheduler: Scheduler  # the sequences, and who waits
     swap_used: int
+    requests: int = 0  # how many there have been
 
     @property
     def nbytes(self) -> int:
@@ -260,18 +261,22 @@ class DeviceState:
 
     def preempt(self) -> None:
         """The youngest group gives its pages back; it computes them again when it returns."""
+        unfinished = not all(s.prefilled for s in self.scheduler.running[-1].group)
         self.release(self.scheduler.preempt(), "preempt")
+        if unfinished and self.state.prefix is not None:
+            # Its prompt's pages were entered before they were computed: nobody may find them.
+            self._keep(*self.programs.clear(self.state.memory, self.state.prefix))
 
     def can_swap(self) -> bool:
-        """Whether the youngest group's pages may go to host memory."""
+        """Whether the youngest group has anything that is worth keeping: a computed prompt."""
         group = self.scheduler.running[-1].group
-        if self.reserved or not all(s.prefilled and s.parent is None for s in group):
-            return False  # its prompt is not computed yet: nothing is worth keeping
-        pages = sum(self.scheduler.pages(s.stored) - s.dropped for s in group)
-        return self.swap_used + pages * self.capacity.bytes_per_page <= self.swap_bytes
+        return not self.reserved and all(s.prefilled and s.parent is None for s in group)
 
-    def swap_out(self) -> None:
-        """The youngest group's pages go to host memory; they come back bit-identical."""
+    def swap_out(self) -> bool:
+        """The youngest group's pages go to host memory; they come back bit-identical.
+
+        False, and nothing happens, where they would exceed its budget.
+        """
         group = list(self.scheduler.running[-1].group)
         rows = [s.row for s in group]
         started, compiled = time.perf_counter(), self.compiled()
@@ -279,6 +284,8 @@ class DeviceState:
             self.programs.pages_of(self.state.memory, self._mask(rows))
         )
         padded = _padded(pages[: int(count)])
+        if self.swap_used + len(padded) * self.capacity.bytes_per_page > self.swap_bytes:
+            return False
         contents = jax.device_get(self.programs.take_pages(self.state.pool, padded))
         lengths = np.asarray(self.state.memory.lengths)[rows]
         group[0].swapped = Swapped(entries[rows], lengths, int(count), contents)
@@ -287,6 +294,7 @@ class DeviceState:
         self.counts["swapped_out"] += int(count)
         self.scheduler.preempt(keep=True)
         self.release(rows, "swap_out")
+        return True
 
     def _swap_in(self, group: list[Sequence], swapped: Swapped) -> bool:
         scheduler = self.scheduler
@@ -319,22 +327,28 @@ class DeviceState:
             old = self.swap_seconds_per_page
             self.swap_seconds_per_page = both_ways if old is None else (old + both_ways) / 2
 
-    def abandon(self) -> None:
-        """Gives back what a closed or failed call left behind."""
-        scheduler = self.scheduler
-        rows = [s.row for s in scheduler.running]
-        unfinished = any(not s.prefilled for s in scheduler.running)
-        for sequence in list(scheduler.running):
-            scheduler.finish(sequence)
-        scheduler.waiting.clear()
+    def abandon(self, closed: bool = False) -> None:
+        """Empties everything after a failed call, or one that its caller `closed` between two steps.
+
+        The observer is not told. Every row is released, whoever the scheduler thinks holds one: an
+        interrupt may come between its books and the device's. Cached pages are forgotten where some
+        may never have been computed.
+        """
+        plan = self.capacity
+        computed = closed and all(s.prefilled for s in self.scheduler.running)
+        self.scheduler = Scheduler(plan.max_rows, plan.page_size, self.reserved)
         self.swap_used = 0
         if _deleted(self.state):  # a program failed after it had taken the donated state
             self.reset()
-        elif rows:
-            self.release(rows)
-            if unfinished and self.state.prefix is not None:
-                # Pages were entered whose content has never been computed.
-                self._keep(*self.programs.clear(self.state.memory, self.state.prefix))
+            return
+        everyone = np.ones(plan.max_rows, bool)
+        if self.state.prefix is None:
+            memory = self.programs.release(self.state.memory, everyone)
+            self.state = self.state._replace(memory=memory)
+            return
+        self._keep(*self.programs.release_cached(self.state.memory, self.state.prefix, everyone))
+        if not computed:
+            self._keep(*self.programs.clear(self.state.memory, self.state.prefix))
 
     # ------------------------------------------------------------------ time
 

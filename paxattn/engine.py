@@ -3,6 +3,7 @@
 What a user calls, and nothing else: prompts become sequences here, and `loop` serves them.
 """
 
+import numbers
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,7 +24,6 @@ from paxattn.request import Sequence as Running
 from paxattn.sampling import sample_seed
 from paxattn.sampling_params import SamplingParams
 
-_BUSY = "this LLM is serving another call; exhaust or close that iterator first"
 SWAP_BYTES = 4 * 2**30  # host memory for swapped pages, unless the caller says otherwise
 
 
@@ -129,6 +129,7 @@ class LLM:
             swap_bytes,
         )
         self._requests = 0
+        self._caller: object | None = None  # the iterator that is being served
         self._loop = Loop(self._device, self.params, self.tokenizer, preemption, self._mixed)
 
     @property
@@ -204,7 +205,8 @@ class LLM:
         """The likeliest completions of each prompt, by beam search.
 
         Beams share their pages copy-on-write; several prompts run together, and a request's beams
-        come and go together when pages run out.
+        come and go together when pages run out. Prompts are computed first, whatever
+        `max_num_batched_tokens` says.
 
         Args:
           prompts: as `generate`.
@@ -237,8 +239,7 @@ class LLM:
                 outputs[i] = completion.refused(i, prompt, error)
         if requests and len(outputs) == len(requests):
             raise ValueError(outputs[0].error)
-        if self._scheduler.has_work():
-            raise RuntimeError(_BUSY)
+        self._check_free()
         accepted = [samples for i, samples in enumerate(requests) if i not in outputs]
         for sequence, finished in beam_search.serve(self._loop, accepted, params):
             outputs[sequence.index] = beam_search.output(
@@ -255,6 +256,10 @@ class LLM:
         Raises:
           ValueError: as `generate`; also a prompt that can never fit. Nothing is queued then.
         """
+        if self._caller is not None:
+            self._check_free()
+        if isinstance(prompt, numbers.Integral):
+            raise ValueError(f"a prompt is a text, a list of token ids or a chat; got {prompt!r}")
         parsed = parse_prompts([prompt], sampling_params, self.tokenizer, self.config.vocab_size)
         (error,) = self._refusals(parsed)
         if error is not None:
@@ -276,6 +281,8 @@ class LLM:
           stream: come back after a few tokens at most. False decodes up to 32 at once, at less cost
             a token, for callers who wait for whole answers and expect nobody.
         """
+        if self._caller is not None:
+            self._check_free()
         if not self._scheduler.has_work():
             return []
         try:
@@ -291,7 +298,7 @@ class LLM:
         Costs the pages in use, not the pool. Its `state` can be compared with another's by
         `time_travel.diff`.
         """
-        return self._device.save()
+        return self._device.save()._replace(requests=self._requests)
 
     def rewind(self, saved: Snapshot) -> None:
         """Back to a saved moment, to the last bit: what comes next is what came then.
@@ -300,9 +307,10 @@ class LLM:
         several futures can be tried from one moment.
 
         Raises:
-          ValueError: it was saved by an engine of another model or pool.
+          ValueError: it was saved by an engine of another pool or another number of rows.
         """
         self._device.rewind(saved)
+        self._requests = saved.requests
 
     def batch_sizes(self) -> list[int]:
         """Rows of the decode programs that this engine may compile."""
@@ -387,18 +395,33 @@ class LLM:
 
     def _serve(self, accepted, refused, stream) -> Iterator[RequestOutput]:
         yield from refused
-        if self._scheduler.has_work():
-            raise RuntimeError(_BUSY)
-        for samples in accepted:
-            self._queue(samples)
+        self._check_free()
+        call = object()
         try:
-            while self._scheduler.has_work():
+            for samples in accepted:
+                self._queue(samples)
+            # Between its last tokens and its end a call owns nothing, and another may begin.
+            while self._scheduler.has_work() and self._caller in (None, call):
+                self._caller = call
                 touched = self._loop.advance(stream)
+                if not self._scheduler.has_work():
+                    self._caller = None
                 for samples in _requests(touched):
                     if stream or all(s.finish_reason for s in samples):
                         yield completion.request_output(samples)
-        finally:
-            self._device.abandon()
+        except BaseException as error:
+            if self._caller is call:
+                self._caller = None
+                self._device.abandon(closed=isinstance(error, GeneratorExit))
+            raise
+
+    def _check_free(self) -> None:
+        """Raises RuntimeError while another call, or a queued request, is not finished."""
+        if self._caller is not None or self._scheduler.has_work():
+            raise RuntimeError(
+                "this LLM is serving another call; exhaust or close that iterator first (or call "
+                "`step` until no queued request is left)"
+            )
 
     def _queue(self, samples: list[Running]) -> None:
         for sequence in samples:

@@ -74,7 +74,8 @@ def parse_prompts(
 def _as_list(prompts: Any) -> list:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Sequence) and not hasattr(prompts, "tolist"):
+    unlisted = not isinstance(prompts, Sequence) and not hasattr(prompts, "tolist")
+    if unlisted or isinstance(prompts, (bytes, bytearray)) or getattr(prompts, "shape", 0) == ():
         raise ValueError(
             "prompts must be a string, a list of token ids, a chat, or a list of those; got "
             f"{type(prompts).__name__}"
@@ -97,6 +98,11 @@ def _parse(i: int, item: Any, params: SamplingParams, tokenizer: Any, vocab_size
     salt = item.get("cache_salt") if isinstance(item, Mapping) else None
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise ValueError(f"prompt {i}: cache_salt must be a non-empty string; got {salt!r}")
+    if salt is not None and not salt.isascii():
+        try:
+            salt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt {i}: cache_salt {salt!r} is no valid Unicode") from error
     if isinstance(item, Mapping) and "prompt_token_ids" in item:
         item = item["prompt_token_ids"]
     elif isinstance(item, Mapping) and "prompt" in item:

@@ -87,9 +87,7 @@ class Loop:
     def preempt(self) -> None:
         group = self.device.scheduler.running[-1].group
         self.preemptions += len(group)
-        if self._swap_is_better(group):
-            self.device.swap_out()
-        else:
+        if not (self._swap_is_better(group) and self.device.swap_out()):
             self.device.preempt()
 
     def _swap_is_better(self, group: list[Running]) -> bool:
@@ -108,12 +106,12 @@ class Loop:
         tokens, samples = batch.prefill_bucket(chunks)
         inputs = batch.prefill_inputs(chunks, tokens, samples)
         device = self.device
-        record = self._record_start("prefill")
+        record = self.record_start("prefill")
         device.state, sampled = device.programs.prefill(batch.choice_of(outputs))(
             self.params, device.state, inputs, batch.sampling_arrays(outputs, samples)
         )
         touched = self._after_chunks(chunks, outputs, jax.tree.map(np.asarray, sampled))
-        self._record_end(record, 1, len(touched), sum(c.count for c in chunks))
+        self.record_end(record, 1, len(touched), sum(c.count for c in chunks))
         device.leave(touched)
         return touched
 
@@ -139,7 +137,7 @@ class Loop:
             stream or bool(self.device.scheduler.waiting),
         )
         device = self.device
-        record = self._record_start("decode")
+        record = self.record_start("decode")
         device.state, sampled, steps = device.programs.decode(batch.choice_of(sequences))(
             self.params, device.state, inputs, batch.sampling_arrays(sequences, rows)
         )
@@ -156,7 +154,7 @@ class Loop:
                 new += 1
             if emitted > replayed:
                 touched.append(s)
-        self._record_end(record, int(steps), new, int(steps) * len(sequences))
+        self.record_end(record, int(steps), new, int(steps) * len(sequences))
         self.count_sharing(int(steps))
         device.notify("decode")
         device.leave(touched)
@@ -168,7 +166,7 @@ class Loop:
         outputs = batch.sampled_sequences(chunks)
         everyone = [*decoding, *outputs]
         device = self.device
-        record = self._record_start("mixed")
+        record = self.record_start("mixed")
         device.state, chosen, sampled = device.programs.mixed(batch.choice_of(everyone))(
             self.params,
             device.state,
@@ -184,7 +182,7 @@ class Loop:
             if s.in_play > len(s.outputs):  # otherwise it is being replayed
                 completion.accept(s, *batch.pick(chosen, i), self.tokenizer)
                 touched.append(s)
-        self._record_end(record, 1, len(touched), 0)
+        self.record_end(record, 1, len(touched), 0)
         self.count_sharing(1)
         device.notify("decode")
         device.leave(touched)
@@ -198,12 +196,12 @@ class Loop:
         self.entry_steps += entries * steps
         self.page_steps += (self.device.capacity.num_pages - 1 - self.device.free_pages()) * steps
 
-    def _record_start(self, kind: str) -> tuple:
+    def record_start(self, kind: str) -> tuple:
         running = list(self.device.scheduler.running)
         stored = tuple(s.stored for s in running)
         return kind, time.perf_counter(), self.device.compiled(), running, stored
 
-    def _record_end(self, record: tuple, steps: int, new_tokens: int, work: int) -> None:
+    def record_end(self, record: tuple, steps: int, new_tokens: int, work: int) -> None:
         """Ends a program run; `work`, its tokens or row steps, prices a recomputation."""
         kind, started, before_compiled, running, before = record
         seconds = time.perf_counter() - started

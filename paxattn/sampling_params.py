@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20
@@ -46,11 +46,16 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self):
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        ids = _tuple("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
         _integer("n", self.n, 1)
         _number("temperature", self.temperature, 0.0, math.inf)
+        if 0 < self.temperature < 1e-6:
+            raise ValueError(
+                f"temperature={self.temperature} is too small to divide by; use 0 for greedy"
+            )
         _integer("top_k", self.top_k, -1)
         _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p <= 0:
@@ -67,6 +72,20 @@ class SamplingParams:
             _integer("stop_token_ids", i, 0)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, int(value))  # NumPy's integers overflow
+        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
+
+
+def _tuple(name: str, values) -> tuple:
+    if values is None:
+        return ()
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a list; got {values!r}")
+    return tuple(values)
 
 
 def _number(name: str, value, low: float, high: float) -> None:

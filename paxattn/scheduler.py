@@ -74,7 +74,7 @@ class Scheduler:
 
     def beyond_prompt(self, group: list[Sequence]) -> int:
         """Pages that must be free beside the group's prompt for it to be admitted now."""
-        pages = self._owed()
+        pages = 0
         first = group[0]
         prompt, full = self.pages(len(first.prompt_ids)), len(first.prompt_ids) // self.page_size
         for sequence in group:
@@ -85,11 +85,11 @@ class Scheduler:
     def next_tokens(self, group: Iterable[Sequence] = ()) -> int:
         """Pages that the next token of each running sequence, and of a group's, will take.
 
-        They come first: otherwise whoever comes in would be put back at once.
+        And those that running prompts will be copied to. They come first: otherwise whoever comes
+        in would be put back at once.
         """
-        return sum(s.stored % self.page_size == 0 for s in (*self.decoding(), *group)) + (
-            self._owed() if group else 0
-        )
+        next_ones = sum(s.stored % self.page_size == 0 for s in (*self.decoding(), *group))
+        return next_ones + self._owed()
 
     def _owed(self) -> int:
         """Pages that the copies of partial prompt pages will take, for prompts not computed yet."""
