@@ -177,7 +177,8 @@ def draw(args, gaps, result):
         ordered = np.sort(1e3 * np.asarray(values))
         label = "prompts first" if name == "none" else f"budget {name}"
         left.plot(ordered, 100 * np.arange(1, len(ordered) + 1) / len(ordered), label=label)
-    left.set(xscale="log", xlabel="gap between tokens (ms)", ylabel="gaps at most so long (%)")
+    left.set(xlabel="gap between tokens (ms)", ylabel="gaps at most so long (%)")
+    left.set(xlim=(0, None), ylim=(0, 101))
     left.set_title("Streams, prompts arriving")
     left.legend(fontsize=12)
     names = list(result)
