@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tiny
-from test_llama import transformers_model
+from test_llama import plain_transformers_model
 
 from paxattn import LLM, BeamSearchParams
 from paxattn.beam_search import Beams
@@ -20,25 +20,6 @@ def loaded():
 @pytest.fixture(scope="module")
 def llm(loaded):
     return LLM(loaded, page_size=8, max_num_seqs=12, compilation_cache=False)
-
-
-def reference(loaded):
-    c = loaded.config
-    hf = {
-        "model_type": "llama",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "rms_norm_eps": c.rms_norm_eps,
-        "max_position_embeddings": c.max_position_embeddings,
-        "rope_theta": c.rope_theta,
-        "tie_word_embeddings": c.tie_word_embeddings,
-    }
-    return transformers_model(hf, c, loaded.params)
 
 
 def theirs(model, prompt, params, eos):
@@ -96,7 +77,7 @@ def test_beams_are_those_of_transformers(loaded, llm, options):
     )
     prompts = tiny.prompts(5, seed=6, longest=40)
     outputs = llm.beam_search(prompts, params)
-    model = reference(loaded)
+    model = plain_transformers_model(loaded)
     for prompt, output in zip(prompts, outputs, strict=True):
         same(output, theirs(model, prompt, params, stops), params.length_penalty)
     stats = llm.stats()
@@ -209,7 +190,7 @@ def test_ten_prompts_on_a_real_model():
     llm = LLM(loaded, max_model_len=256, max_num_seqs=16)
     params = BeamSearchParams(beam_width=3, max_tokens=12)
     outputs = llm.beam_search(PROMPTS[:10], params)
-    model = reference(loaded)
+    model = plain_transformers_model(loaded)
     eos = loaded.config.eos_token_ids
     for output in outputs:
         same(output, theirs(model, output.prompt_token_ids, params, eos), 1.0)

@@ -153,6 +153,26 @@ def transformers_model(hf, config, params):
     return model
 
 
+def plain_transformers_model(loaded):
+    """transformers' model of a loaded one without RoPE scaling, biases or windows."""
+    c = loaded.config
+    hf = {
+        "model_type": "llama",
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "rms_norm_eps": c.rms_norm_eps,
+        "max_position_embeddings": c.max_position_embeddings,
+        "rope_theta": c.rope_theta,
+        "tie_word_embeddings": c.tie_word_embeddings,
+    }
+    return transformers_model(hf, c, loaded.params)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_transformers(name):
     torch = pytest.importorskip("torch")

@@ -7,7 +7,7 @@ token by token, at a fraction of the time.
 
 import numpy as np
 import pytest
-from test_llama import transformers_model
+from test_llama import plain_transformers_model
 
 from paxattn import LLM, SamplingParams
 
@@ -56,22 +56,7 @@ def reference(loaded):
     In float64, so that the tolerance is spent on our rounding alone.
     """
     torch = pytest.importorskip("torch")
-    c = loaded.config
-    hf = {
-        "model_type": "llama",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "rms_norm_eps": c.rms_norm_eps,
-        "max_position_embeddings": c.max_position_embeddings,
-        "rope_theta": c.rope_theta,
-        "tie_word_embeddings": c.tie_word_embeddings,
-    }
-    model = transformers_model(hf, c, loaded.params).double()
+    model = plain_transformers_model(loaded).double()
     known = {}
 
     def log_probabilities(prompt_ids, output_ids):
