@@ -148,12 +148,15 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
     import jax.numpy as jnp
 
     from pallas_kernels import paged_attention
-    from paxattn import contiguous, kv_pool, memory
+    from paxattn import compiler, contiguous, kv_pool, memory
+    from paxattn.batch import sampling_arrays
     from paxattn.decode import decode_logits
     from paxattn.llama import Llama
-    from paxattn.sampling import SamplingArrays, sample
+    from paxattn.sampling import sample
 
     c = config
+    # As the engine compiles its decode steps.
+    jit = partial(jax.jit, compiler_options=compiler.options(False, dtype))
     net = Llama(c, dtype)
     pages = -(-context // PAGE)
     rng = np.random.default_rng(0)
@@ -180,7 +183,7 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
         return pool, jnp.argmax(logits, axis=-1)
 
     def whole_program(ops, num_pages, state):
-        f = jax.jit(partial(whole, ops), donate_argnums=1)
+        f = jit(partial(whole, ops), donate_argnums=1)
         return in_place(f, params, pool_of(num_pages), state, tokens)
 
     size = batch * pages + 1
@@ -212,35 +215,27 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
         attend = lambda layer, q, k, v, cache: (q, cache)  # noqa: E731
         return net.apply({"params": params}, tokens, lengths, lengths, None, attend)[0]
 
-    unembed = jax.jit(lambda p, x: net.apply({"params": p}, x, method="unembed"))
+    unembed = jit(lambda p, x: net.apply({"params": p}, x, method="unembed"))
     hidden = jnp.asarray(rng.normal(size=(batch, c.hidden_size)), jnp.float32)
     logits = unembed(params, hidden)
-    sampling = SamplingArrays(
-        temperature=jnp.zeros(batch, jnp.float32),
-        top_k=jnp.zeros(batch, jnp.int32),
-        top_p=jnp.ones(batch, jnp.float32),
-        min_p=jnp.zeros(batch, jnp.float32),
-        seed=jnp.zeros((batch, 2), jnp.uint32),
-        min_tokens=jnp.zeros(batch, jnp.int32),
-        stop_ids=jnp.full((batch, 4), -1, jnp.int32),
-    )
+    sampling = sampling_arrays([], batch)
     hot = sampling._replace(temperature=jnp.ones(batch, jnp.float32))
     zero = jnp.zeros(batch, jnp.int32)
     pool = pool_of(size)
     jitted: dict[str, tuple] = {
-        "dense layers": (jax.jit(dense), params, tokens, lengths),
+        "dense layers": (jit(dense), params, tokens, lengths),
         "unembedding": (unembed, params, hidden),
-        "attention": (jax.jit(attention), pool, q, grown.block_tables, grown.lengths),
-        "allocation": (jax.jit(memory.append), paged_memory(size), jnp.ones(batch, bool)),
-        "greedy choice": (jax.jit(partial(sample, greedy=True)), logits, sampling, zero),
-        "sampling": (jax.jit(partial(sample, greedy=False)), logits, hot, zero),
+        "attention": (jit(attention), pool, q, grown.block_tables, grown.lengths),
+        "allocation": (jit(memory.append), paged_memory(size), jnp.ones(batch, bool)),
+        "greedy choice": (jit(partial(sample, greedy=True)), logits, sampling, zero),
+        "sampling": (jit(partial(sample, greedy=False)), logits, hot, zero),
     }
     programs = {name: partial(f, *xs) for name, (f, *xs) in jitted.items()}
     temporaries = {
         name: f.lower(*xs).compile().memory_analysis().temp_size_in_bytes
         for name, (f, *xs) in jitted.items()
     }
-    programs["KV write"] = in_place(jax.jit(write, donate_argnums=0), pool_of(size), kv, slots)
+    programs["KV write"] = in_place(jit(write, donate_argnums=0), pool_of(size), kv, slots)
     programs["whole step"] = whole_program(memory, size, paged_memory(size))
     reserved = contiguous.init(size, batch, pages, PAGE)
     reserved = contiguous.reserve(reserved, lengths)[0]

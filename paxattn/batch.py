@@ -10,8 +10,8 @@ from paxattn.scheduler import Chunk, children
 
 # (packed tokens, samples) of one prefill, and the fewest rows of one decode. With eight or more,
 # a power of two, XLA's CPU backend gives a row the same bits in every bucket; below, its vector
-# loops differ. Each sample's logits cost as much as a token's layers, so the last bucket is for
-# many samples of few prompts only.
+# loops differ. A sample's logits are not cheap (128 of them took a sixth of a prefill of 512
+# tokens), so the last bucket is for many samples of few prompts only.
 PREFILL_BUCKETS = ((64, 16), (256, 16), (512, 32), (512, 128))
 FEWEST_ROWS = 8
 _INT32 = np.iinfo(np.int32).max

@@ -231,8 +231,9 @@ def serve(loop: Loop, requests: list[list[Sequence]], params: BeamSearchParams) 
                     sequence.finish_reason = "stop"
                 device.leave(finished)
                 yield finished[0], search.finished
-    finally:
+    except BaseException:
         device.abandon()
+        raise
 
 
 def _first_tokens(loop, chunks, choice):

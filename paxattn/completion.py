@@ -1,6 +1,5 @@
 """What becomes of a token on the host: text, log-probabilities, the end of a sequence, outputs."""
 
-import time
 from typing import Any
 
 from paxattn.detokenize import append_token
@@ -10,9 +9,6 @@ from paxattn.request import CompletionOutput, Logprob, RequestOutput, Sequence
 
 def accept(s: Sequence, token: int, logprobs: tuple | None, tokenizer: Any) -> None:
     """Gives a sequence one more output token, and ends it where the token ends it."""
-    now = time.perf_counter()
-    s.first_token_at = s.first_token_at or now
-    s.token_times.append(now)
     s.outputs.append(token)
     if s.params.logprobs is not None and logprobs is not None:
         s.logprobs.append(_logprobs(token, logprobs, s.params.logprobs, tokenizer))
@@ -25,8 +21,6 @@ def accept(s: Sequence, token: int, logprobs: tuple | None, tokenizer: Any) -> N
             s.finish_reason, s.stop_reason = "stop", token
         elif len(s.outputs) >= s.limit:
             s.finish_reason = "length"
-    if s.finish_reason:
-        s.finished_at = now
 
 
 def _logprobs(token: int, logprobs: tuple, count: int, tokenizer: Any) -> dict[int, Logprob]:

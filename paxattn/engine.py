@@ -4,7 +4,6 @@ What a user calls, and nothing else: prompts become sequences here, and `loop` s
 """
 
 import numbers
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -119,7 +118,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             reserved=cache == "reserve-max",
         )
-        self._mixed = _mixed_tokens(max_num_batched_tokens, self.capacity.max_rows)
+        mixed = _mixed_tokens(max_num_batched_tokens, self.capacity.max_rows)
         self._device = DeviceState(
             self.config,
             self.dtype,
@@ -130,7 +129,7 @@ class LLM:
         )
         self._requests = 0
         self._caller: object | None = None  # the iterator that is being served
-        self._loop = Loop(self._device, self.params, self.tokenizer, preemption, self._mixed)
+        self._loop = Loop(self._device, self.params, self.tokenizer, preemption, mixed)
 
     @property
     def history(self) -> list[StepRecord] | None:
@@ -391,7 +390,7 @@ class LLM:
     def _most_samples(self) -> int:
         """The most samples of one prompt that its last chunk can be sampled for."""
         most = PREFILL_BUCKETS[-1][1]
-        return most if self._mixed is None else min(most, row_bucket(self.capacity.max_rows))
+        return most if self._loop.mixed is None else min(most, row_bucket(self.capacity.max_rows))
 
     def _serve(self, accepted, refused, stream) -> Iterator[RequestOutput]:
         yield from refused
@@ -424,8 +423,6 @@ class LLM:
             )
 
     def _queue(self, samples: list[Running]) -> None:
-        for sequence in samples:
-            sequence.arrived = time.perf_counter()
         # The traditional cache shares nothing: its samples are sequences like any others.
         for group in [[s] for s in samples] if self._scheduler.reserved else [list(samples)]:
             self._scheduler.add(group)

@@ -90,10 +90,6 @@ class Sequence:
     swapped: Swapped | None = None  # of a group's first member: the group's pages, in host memory
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    arrived: float = 0.0
-    first_token_at: float | None = None
-    token_times: list[float] = field(default_factory=list)  # when each output token was there
-    finished_at: float | None = None
 
     @property
     def prefilled(self) -> bool:

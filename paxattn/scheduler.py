@@ -38,7 +38,6 @@ class Scheduler:
         self.waiting: deque[list[Sequence]] = deque()
         self.running: list[Sequence] = []  # oldest admission first
         self.free_rows = list(range(rows - 1, -1, -1))
-        self.preemptions = 0
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
@@ -149,7 +148,6 @@ class Scheduler:
             if not keep:
                 sequence.stored = 0
             sequence.preemptions += 1
-            self.preemptions += 1
         self.waiting.appendleft(group)
         return rows
 

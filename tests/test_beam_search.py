@@ -144,6 +144,16 @@ def test_one_step_by_hand():
     assert beams.tokens == [[3, 1], [4, 8]]
 
 
+def test_prompts_stay_cached_after_a_search(loaded):
+    llm = LLM(
+        loaded, page_size=8, max_num_seqs=4, enable_prefix_caching=True, compilation_cache=False
+    )
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    for hits in (0, 2):
+        llm.beam_search([[5] * 20], params)
+        assert llm.stats()["prefix_hits"] == hits
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
