@@ -76,6 +76,11 @@ def run(args):
     length = args.length or (400 if quick else 1000)
     budgets = args.budget or ([64] if quick else [64, 128, 256])
     rounds = args.rounds or (2 if quick else 4)
+    for name, value in (("streams", streams), ("prompts", count), ("length", length)):
+        if value < 1:
+            common.fail(f"--{name} must be at least 1; got {value}")
+    if rounds < 1:
+        common.fail(f"--rounds must be at least 1; got {rounds}")
     if min(budgets) < 16:
         common.fail(f"--budget must be at least 16 tokens; got {min(budgets)}")
     model = models.choose(args)

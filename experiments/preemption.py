@@ -142,6 +142,8 @@ def run(args):
             common.fail(f"--{name} must be at least {least}; got {value}")
     if rounds < 1:
         common.fail(f"--rounds must be at least 1; got {rounds}")
+    if min(sizes) < 1:
+        common.fail(f"--page-size must be at least 1; got {min(sizes)}")
     model = models.choose(args)
     rng = np.random.default_rng(args.seed)
     lengths = rng.integers(tokens // 4, tokens // 2, requests)

@@ -306,8 +306,11 @@ class LLM:
         several futures can be tried from one moment.
 
         Raises:
-          ValueError: it was saved by an engine of another pool or another number of rows.
+          ValueError: it is nothing that `save` returned, or was saved by an engine of another pool
+            or another number of rows.
         """
+        if not isinstance(saved, Snapshot):
+            raise ValueError(f"rewind takes what save() returned; got {type(saved).__name__}")
         self._device.rewind(saved)
         self._requests = saved.requests
 

@@ -84,4 +84,6 @@ def test_a_snapshot_of_another_engine_is_refused(llm):
     other = LLM(tiny.model(), page_size=16, max_num_seqs=4, compilation_cache=False)
     with pytest.raises(ValueError, match=r"'page_size': 8.*'page_size': 16"):
         llm.rewind(other.save())
+    with pytest.raises(ValueError, match="rewind takes what save"):
+        llm.rewind(5)
     assert not llm.has_unfinished_requests()
