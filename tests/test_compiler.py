@@ -2,19 +2,21 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from paxattn import compiler
+from paxattn.llama import linear
 
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_options_compile(monkeypatch, faster):
-    monkeypatch.setattr(compiler, "_library_is_faster", lambda: faster)
+    monkeypatch.setattr(compiler, "_library_is_faster", lambda rows: faster)
     x = jnp.ones((16, 16), jnp.bfloat16)
     for many in (False, True):
         for dtype in (jnp.float32, jnp.bfloat16):
             options = compiler.options(many, dtype)
-            assert (len(options) == 2) == (many and dtype == jnp.bfloat16 and faster)
+            assert (len(options) == 2) == (dtype == jnp.bfloat16 and faster)
             jax.jit(lambda x: x @ x, compiler_options=options)(x)
 
 
@@ -23,5 +25,21 @@ def test_a_gpu_gets_none(monkeypatch):
     assert compiler.options(True, jnp.bfloat16) == {}
 
 
-def test_the_measurement_ends_in_a_choice():
-    assert compiler._library_is_faster() in (True, False)
+@pytest.mark.parametrize("rows", [32, 256])
+def test_the_measurement_ends_in_a_choice(rows):
+    assert compiler._library_is_faster(rows) in (True, False)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_bits_do_not_depend_on_the_batch(monkeypatch, faster):
+    """Shapes for which the library keeps or drops the rounding of x, by the number of rows."""
+    monkeypatch.setattr(compiler, "_library_is_faster", lambda rows: faster)
+    rng = np.random.default_rng(0)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        program = jax.jit(linear, compiler_options=compiler.options(False, dtype))
+        for out, inside in ((32, 64), (320, 160), (1000, 288)):
+            kernel = jnp.asarray(rng.standard_normal((out, inside)), dtype)
+            x = jnp.asarray(rng.standard_normal((64, inside)), jnp.float32)
+            expected = np.asarray(program(x, kernel))
+            for rows in (8, 16, 24, 32):
+                np.testing.assert_array_equal(program(x[:rows], kernel), expected[:rows])

@@ -1,11 +1,14 @@
 """The engine on a tiny random model: what comes out never depends on memory, batch or cache."""
 
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
-from paxattn import LLM, SamplingParams, completion, kv_pool
+from paxattn import LLM, SamplingParams, compiler, completion, kv_pool
 from paxattn.invariants import broken, check
 
 PAGE = 2 * 2 * 2 * 16 * 4 * 8  # bytes of an 8-token page: k and v, layers, heads, dim, float32
@@ -123,9 +126,8 @@ def test_one_bucket_compiles_once(loaded, prompts):
     assert compiled["decode"] <= 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_decoding_holds_no_second_pool(loaded, dtype, monkeypatch):
-    llm = engine(loaded, dtype=dtype, max_num_seqs=128)
+def decode_memory(llm, monkeypatch):
+    """What XLA says of the memory of the decode program."""
     seen = []
     original = llm._device.programs.decode
 
@@ -138,9 +140,27 @@ def test_decoding_holds_no_second_pool(loaded, dtype, monkeypatch):
 
     monkeypatch.setattr(llm._device.programs, "decode", analyse)
     llm.generate([[1, 2, 3]], GREEDY)
+    return seen[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decoding_holds_no_second_pool(loaded, dtype, monkeypatch):
+    llm = engine(loaded, dtype=dtype, max_num_seqs=128)
+    memory = decode_memory(llm, monkeypatch)
     pool = llm._device.state.pool.nbytes
-    assert seen[0].alias_size_in_bytes >= pool
-    assert seen[0].temp_size_in_bytes < pool / 8
+    assert memory.alias_size_in_bytes >= pool
+    assert memory.temp_size_in_bytes < pool / 8
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_decoding_holds_no_second_weights(monkeypatch, library):
+    """Narrow weights must not be converted before the loop, nor the embedding in it."""
+    monkeypatch.setattr(compiler, "_library_is_faster", lambda rows: library)
+    sizes = dict(hidden_size=256, intermediate_size=1024, vocab_size=4096)
+    config = replace(tiny.CONFIG, tie_word_embeddings=True, **sizes)
+    llm = engine(tiny.model(config), dtype="bfloat16")
+    weights = sum(x.nbytes for x in jax.tree.leaves(llm.params))
+    assert decode_memory(llm, monkeypatch).temp_size_in_bytes < weights / 4
 
 
 def test_stop_tokens_and_min_tokens(loaded):
