@@ -242,7 +242,8 @@ def draw(args, alone, together):
     left.set_xticks(sizes, [str(s) for s in sizes])
     left.minorticks_off()
     left.legend(fontsize=12)
-    right.legend(fontsize=12, loc="lower right", frameon=True)
+    right.set_ylim(top=1.2 * right.get_ylim()[1])  # room for the legend
+    right.legend(fontsize=12, loc="upper center", ncols=len(MODES))
     common.write_figure(args, figure)
 
 

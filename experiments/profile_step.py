@@ -7,7 +7,8 @@ programs take turns, round after round, so a change of the machine's mood meets 
 Parts overlap and fuse in the whole step, so their sum need not be its time.
 
 The floor of a part is max(bytes / bandwidth, operations / peak), both measured in the same run:
-bandwidth by summing a large array, peak by a large matrix product in the same dtype.
+bandwidth by the maximum or an update in place of a large array, peak by a large matrix product in
+the same dtype or in float32, whichever is faster.
 
 JSON keys (DIR/profile_step.json):
   environment, config
@@ -121,21 +122,42 @@ def machine(dtype) -> dict[str, float]:
     import jax
     import jax.numpy as jnp
 
+    from paxattn import compiler
+
     size = 2**27 // 4
-    array = jnp.ones(size, jnp.float32)
     n = 2048
-    a = jnp.ones((n, n), dtype)
-    dot = jax.jit(
-        lambda a, b: jax.lax.dot_general(
-            a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+
+    def product(kind, options):
+        contract = (((1,), (1,)), ((), ()))
+        a = jnp.ones((n, n), kind)
+        f = jax.jit(
+            lambda a: jax.lax.dot_general(a, a, contract, preferred_element_type=jnp.float32),
+            compiler_options=options,
         )
-    )
-    total = jax.jit(lambda x: jnp.sum(x.reshape(64, -1), axis=1))
-    times = take_turns({"sum": lambda: total(array), "dot": lambda: dot(a, a)}, 7)
+        return lambda: f(a)
+
+    # The fastest of these: bfloat16 is not always faster than the float32 that could stand for it.
+    dots = {
+        "float32": product(jnp.float32, {}),
+        "plain": product(dtype, {}),
+        "as the engine's": product(dtype, compiler.options(True, dtype)),
+    }
+    # Reading alone, by an integer maximum, which uses every thread (XLA sums floats on one), and
+    # reading and writing in place; whichever moves more bytes.
+    whole = jnp.ones(size, jnp.int32)
+    most = jax.jit(lambda x: jnp.max(x.reshape(64, -1), axis=1))
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    held = [jnp.ones(size, jnp.int32)]
+
+    def update():
+        held[0] = add(held[0])
+        return held[0]
+
+    times = take_turns({"read": lambda: most(whole), "update": update, **dots}, 7)
     best = {name: float(t[:, 0].min()) for name, t in times.items()}
     return {
-        "bandwidth_bytes_per_s": size * 4 / best["sum"],
-        "peak_flops": 2 * n**3 / best["dot"],
+        "bandwidth_bytes_per_s": max(4 * size / best["read"], 8 * size / best["update"]),
+        "peak_flops": 2 * n**3 / min(best[name] for name in dots),
     }
 
 
