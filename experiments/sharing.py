@@ -13,8 +13,13 @@ lengths. Beams follow a MODEL: each step gives each beam random log-probabilitie
 all continuations go on; how alike beams stay depends on how sharp a model's predictions are
 (`--sharpness`; greater is sharper).
 
+Beside them, what the engine itself saves: `LLM.beam_search` answers a few instructions, and its
+pages and table entries are counted in every step. The language model is far smaller than the
+paper's.
+
 JSON keys:
   saved_percent  {alpaca, sharegpt: {parallel, beam: {n: percent}}}
+  engine         {model, requests, output_tokens, saved_percent: {n: percent}}: beams, measured
   paper          the same from figure 15, where it gives numbers
   mean_tokens    {alpaca, sharegpt: {prompt, output}}
   environment, config
@@ -22,6 +27,7 @@ JSON keys:
 
 import common
 import matplotlib.pyplot as plt
+import models
 import numpy as np
 import traces
 
@@ -35,7 +41,18 @@ PAPER = {
 }
 
 
+INSTRUCTIONS = (
+    "Explain to a child why the sky is blue.",
+    "Write a short poem about a river in autumn.",
+    "List three ways to use less energy at home.",
+    "Describe how bread is made, step by step.",
+    "What is the difference between a fruit and a vegetable?",
+    "Suggest a name for a small bakery, and say why it fits.",
+)
+
+
 def options(parser):
+    models.option(parser)
     parser.add_argument("--page-size", type=int, default=16, help="tokens in a page (default: 16)")
     parser.add_argument("--requests", type=int, help="of each data set (default: 500)")
     parser.add_argument("--beam-requests", type=int, help="that beams search for (default: 60)")
@@ -83,6 +100,30 @@ def beam(prompt, output, beams, page, sharpness, rng, choices=20):
     return entries, pages
 
 
+def engine_beams(model, dtype, page_size, output, seed):
+    """Percent that the engine's own beam search saves, by width."""
+    from paxattn import LLM, BeamSearchParams
+
+    if model.tokenizer is None:
+        rng = np.random.default_rng(seed)
+        prompts = rng.integers(1, model.config.vocab_size, (len(INSTRUCTIONS), 20)).tolist()
+    else:
+        prompts = [[{"role": "user", "content": text}] for text in INSTRUCTIONS]
+    found = {}
+    for n in common.progress(SIZES, "the engine's beams"):
+        # Room for one request: what several requests share is another matter.
+        llm = LLM(model, dtype=dtype, page_size=page_size, max_num_seqs=n, max_model_len=256)
+        params = BeamSearchParams(beam_width=n, max_tokens=output, ignore_eos=True)
+        llm.beam_search(prompts, params)
+        found[n] = 100 * llm.stats()["memory_saved_mean"]
+    return {
+        "model": str(model.source),
+        "requests": len(prompts),
+        "output_tokens": output,
+        "saved_percent": found,
+    }
+
+
 def saved(pairs):
     entries, pages = np.sum(list(pairs), axis=0)
     return 100 * (1 - pages / entries)
@@ -115,6 +156,8 @@ def run(args):
                 for n in SIZES
             },
         }
+    model = models.choose(args, **models.TINY)
+    engine = engine_beams(model, args.dtype, args.page_size, 12 if args.quick else 58, args.seed)
     rows = []
     for kind, found in results.items():
         for method, values in found.items():
@@ -122,17 +165,21 @@ def run(args):
             for n in SIZES:
                 shown = paper[n] if isinstance(paper, dict) else paper
                 rows.append((f"{kind}, {method}, n={n}", values[n], shown))
+    for n, value in engine["saved_percent"].items():
+        rows.append((f"the engine's beams, {engine['output_tokens']} tokens, n={n}", value, None))
     common.report(
         common.table(
             ["", "saved %", "paper %"], rows, f"KV memory saved, pages of {args.page_size} tokens"
         ),
         "",
-        "Parallel sampling follows from the lengths alone; beams follow a model (see --help).",
+        "Parallel sampling follows from the lengths alone; Alpaca's and ShareGPT's beams follow a model "
+        "(see --help); the engine's are measured.",
     )
     common.write_json(
         args,
         {
             "saved_percent": results,
+            "engine": engine,
             "paper": PAPER,
             "mean_tokens": means,
             "environment": common.environment(),
@@ -146,24 +193,29 @@ def run(args):
             },
         },
     )
-    draw(args, results)
+    draw(args, results, engine["saved_percent"])
 
 
-def draw(args, results):
+def draw(args, results, engine):
     common.style()
     figure, axes = plt.subplots(1, 2, sharey=True)
-    titles = {"parallel": "Parallel sampling", "beam": "Beam search (modelled)"}
+    titles = {"parallel": "Parallel sampling", "beam": "Beam search"}
+    names = {"alpaca": "Alpaca's lengths", "sharegpt": "ShareGPT's lengths"}
     for axis, (method, title) in zip(axes, titles.items(), strict=True):
-        for i, (kind, label) in enumerate({"alpaca": "Alpaca", "sharegpt": "ShareGPT"}.items()):
-            at = np.arange(len(SIZES)) + 0.3 * (i - 0.5)
-            axis.bar(at, [results[kind][method][n] for n in SIZES], 0.28, label=label)
+        note = ", modelled" if method == "beam" else ""
+        bars = {label + note: results[kind][method] for kind, label in names.items()}
+        if method == "beam":
+            bars["the engine's, measured"] = engine
+        for i, (label, values) in enumerate(bars.items()):
+            at = np.arange(len(SIZES)) + 0.28 * (i - 0.5)
+            axis.bar(at, [values[n] for n in SIZES], 0.26, label=label)
         values = list(PAPER["alpaca"][method].values())
-        at = np.arange(len(SIZES)) - 0.15
-        axis.plot(at, values, "kD", label="paper, Alpaca")
+        axis.plot(np.arange(len(SIZES)) - 0.14, values, "kD", label="paper, Alpaca")
         axis.set_xticks(range(len(SIZES)), SIZES)
-        axis.set(xlabel="sequences of a request", title=title)
+        axis.set(xlabel="sequences of a request", title=title, ylim=(0, 119))
+        axis.set_yticks(range(0, 101, 20))
+        axis.legend(loc="upper left", fontsize=12)
     axes[0].set_ylabel("KV memory saved (%)")
-    axes[0].legend()
     common.write_figure(args, figure)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from paxattn import memory, prefix_cache
 
@@ -78,3 +79,13 @@ def test_one_beam_shares_nothing_and_equal_beams_almost_everything(scripts):
     assert entries == pages == sum(-(-n // 8) for n in range(21, 51))
     entries, pages = beam(20, 60, 4, 8, 4.0, rng)
     assert 0.5 < 1 - pages / entries < 0.75  # three of four entries could go at the most
+
+
+def test_the_engines_beams_save_at_least_their_prompt(scripts):
+    sharing = scripts[0]
+    found = sharing.engine_beams(tiny.model(), "float32", 8, 6, 0)["saved_percent"]
+    assert list(found) == list(sharing.SIZES)
+    for n, percent in found.items():
+        # Prompts of 20 tokens have two full pages, which all beams share in every step.
+        entries, pages = sharing.parallel(20, 5, n, 8)
+        assert 100 * (1 - pages / entries) - 1e-6 <= percent < 100 * (1 - 1 / n)
