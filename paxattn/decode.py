@@ -245,9 +245,7 @@ def _decode(
         slots = jnp.where(loop.active, slots[jnp.maximum(inputs.rows, 0)], 0)
         tables, lengths = _table_rows(memory, inputs.rows)
         lengths = jnp.where(loop.active, lengths, 0)
-        # Tied to the step, or XLA's CPU backend converts all narrow weights to float32 before the
-        # loop: 120 ms a call, twice the memory, and twice the bytes to read in each step.
-        weights, _ = jax.lax.optimization_barrier((params, loop.step))
+        weights = compiler.tied_to_step(params, loop.step)
         logits, pool = decode_logits(
             model, weights, loop.state.pool, loop.tokens, tables, lengths, slots
         )
