@@ -1,5 +1,8 @@
 """Compiler options are known to the compiler, and only a CPU gets any."""
 
+import itertools
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,9 +28,18 @@ def test_a_gpu_gets_none(monkeypatch):
     assert compiler.options(True, jnp.bfloat16) == {}
 
 
-@pytest.mark.parametrize("rows", [32, 256])
-def test_the_measurement_ends_in_a_choice(rows):
-    assert compiler._library_is_faster(rows) in (True, False)
+@pytest.mark.parametrize(("seconds", "faster"), [(1.0, True), (1.8, False), (3.0, False)])
+def test_the_library_must_be_clearly_faster(monkeypatch, seconds, faster):
+    """By a clock on which a plain product takes two seconds."""
+    now, ticks = 0.0, itertools.cycle((0.0, 2.0, 0.0, seconds))  # start, end; plain, library
+
+    def clock():
+        nonlocal now
+        now += next(ticks)
+        return now
+
+    monkeypatch.setattr(compiler, "time", SimpleNamespace(perf_counter=clock))
+    assert compiler._library_is_faster.__wrapped__(32) == faster
 
 
 @pytest.mark.parametrize("faster", [True, False])
