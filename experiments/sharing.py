@@ -114,7 +114,9 @@ def engine_beams(model, dtype, page_size, output, seed):
         # Room for one request: what several requests share is another matter.
         llm = LLM(model, dtype=dtype, page_size=page_size, max_num_seqs=n, max_model_len=256)
         params = BeamSearchParams(beam_width=n, max_tokens=output, ignore_eos=True)
-        llm.beam_search(prompts, params)
+        refused = [o.error for o in llm.beam_search(prompts, params) if o.error]
+        if refused:
+            common.fail(refused[0])
         found[n] = 100 * llm.stats()["memory_saved_mean"]
     return {
         "model": str(model.source),
@@ -135,6 +137,7 @@ def run(args):
     for name, value in (("--page-size", args.page_size), ("--requests", requests)):
         if value < 1:
             common.fail(f"{name} must be at least 1; got {value}")
+    model = models.choose(args, **models.TINY)
     results, means = {}, {}
     for kind in PAPER:
         trace = traces.drawn(kind, requests, args.seed)
@@ -156,7 +159,6 @@ def run(args):
                 for n in SIZES
             },
         }
-    model = models.choose(args, **models.TINY)
     engine = engine_beams(model, args.dtype, args.page_size, 12 if args.quick else 58, args.seed)
     rows = []
     for kind, found in results.items():
