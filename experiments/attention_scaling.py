@@ -119,7 +119,9 @@ def slope(lengths: list[int], values: list[float]) -> float | None:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The script's own options."""
-    parser.add_argument("--longest", type=int, help="longest length (default 16384, --quick 2048)")
+    parser.add_argument(
+        "--longest", type=common.positive, help="longest length (default 16384, --quick 2048)"
+    )
     parser.add_argument(
         "--repeats", type=int, default=3, help="least timed runs of each (default: 3)"
     )

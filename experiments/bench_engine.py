@@ -36,6 +36,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -69,8 +70,12 @@ def options(parser) -> None:
         help="one run for each (default: both)",
     )
     parser.add_argument("--workload", nargs="+", default=["W1"], choices=("W1", "W2"))
-    parser.add_argument("--repetitions", type=int, help="of each system (default: 4; quick: 2)")
-    parser.add_argument("--requests", type=int, help="default: 32 in W1, 200 in W2; quick: 4")
+    parser.add_argument(
+        "--repetitions", type=common.positive, help="of each system (default: 4; quick: 2)"
+    )
+    parser.add_argument(
+        "--requests", type=common.positive, help="default: 32 in W1, 200 in W2; quick: 4"
+    )
     parser.add_argument(
         "--rate", type=float, default=1.0, help="W2: requests a second (default: 1)"
     )
@@ -92,8 +97,11 @@ def options(parser) -> None:
 
 def run(args) -> None:
     repetitions = args.repetitions or (2 if args.quick else 4)
-    if repetitions < 1:
-        common.fail(f"--repetitions must be at least 1, got {repetitions}")
+    if args.peer_python and not shutil.which(args.peer_python):
+        common.fail(
+            f"--peer-python: {args.peer_python!r} is no program here; give the path of a Python "
+            "interpreter that has vllm installed, or leave it out to do without vLLM"
+        )
     from convert import load
 
     model = load(args.model, "auto", progress=True)

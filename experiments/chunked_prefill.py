@@ -26,11 +26,15 @@ import numpy as np
 
 def options(parser):
     models.option(parser)
-    parser.add_argument("--streams", type=int, help="default: 8; quick: 4")
-    parser.add_argument("--prompts", type=int, help="long ones (default: 2; quick: 1)")
-    parser.add_argument("--length", type=int, help="of each (default: 1000; quick: 400)")
-    parser.add_argument("--budget", type=int, nargs="+", help="default: 64 128 256; quick: 64")
-    parser.add_argument("--rounds", type=int, help="default: 4; quick: 2")
+    parser.add_argument("--streams", type=common.positive, help="default: 8; quick: 4")
+    parser.add_argument("--prompts", type=common.positive, help="long ones (default: 2; quick: 1)")
+    parser.add_argument(
+        "--length", type=common.positive, help="of each (default: 1000; quick: 400)"
+    )
+    parser.add_argument(
+        "--budget", type=common.positive, nargs="+", help="default: 64 128 256; quick: 64"
+    )
+    parser.add_argument("--rounds", type=common.positive, help="default: 4; quick: 2")
 
 
 def one_round(llm, streams, longs, before, output):
@@ -76,11 +80,6 @@ def run(args):
     length = args.length or (400 if quick else 1000)
     budgets = args.budget or ([64] if quick else [64, 128, 256])
     rounds = args.rounds or (2 if quick else 4)
-    for name, value in (("streams", streams), ("prompts", count), ("length", length)):
-        if value < 1:
-            common.fail(f"--{name} must be at least 1; got {value}")
-    if rounds < 1:
-        common.fail(f"--rounds must be at least 1; got {rounds}")
     if min(budgets) < 16:
         common.fail(f"--budget must be at least 16 tokens; got {min(budgets)}")
     model = models.choose(args)

@@ -95,6 +95,17 @@ def _seed(text: str) -> int:
     return seed
 
 
+def positive(text: str) -> int:
+    """The type of an option that counts something: an integer of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1; got {text}")
+    return value
+
+
 def main(
     doc: str | None,
     run: Callable[[argparse.Namespace], None],

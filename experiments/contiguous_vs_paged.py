@@ -53,13 +53,15 @@ SIDES = {"contiguous": "reserve-max", "paged": "paged"}
 def options(parser) -> None:
     traces.option(parser)
     models.option(parser)
-    parser.add_argument("--requests", type=_positive, help="how many of the trace's (default: 24)")
+    parser.add_argument(
+        "--requests", type=common.positive, help="how many of the trace's (default: 24)"
+    )
     parser.add_argument(
         "--max-model-len",
-        type=_positive,
+        type=common.positive,
         help="longest sequence, which the traditional cache reserves (default: 1024)",
     )
-    parser.add_argument("--page-size", type=_positive, default=16)
+    parser.add_argument("--page-size", type=common.positive, default=16)
     parser.add_argument(
         "--kv-sequences",
         type=_at_least_one,
@@ -67,13 +69,7 @@ def options(parser) -> None:
         help="KV budget, in sequences of the longest length (default: 3.5: budgets are seldom a "
         "multiple, and the traditional cache cannot use the rest)",
     )
-    parser.add_argument("--max-num-seqs", type=_positive, default=32)
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
+    parser.add_argument("--max-num-seqs", type=common.positive, default=32)
 
 
 def _at_least_one(text: str) -> float:

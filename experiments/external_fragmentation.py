@@ -36,11 +36,13 @@ def options(parser):
     parser.add_argument("--fit", choices=("first", "best"), default="first")
     parser.add_argument(
         "--capacity",
-        type=int,
+        type=common.positive,
         help="token slots (default: 8192, or 4 times the longest request of a --trace)",
     )
     parser.add_argument("--page-size", type=int, default=16, help="tokens in a page (default: 16)")
-    parser.add_argument("--requests", type=int, help="how many (default: 2000; --quick 300)")
+    parser.add_argument(
+        "--requests", type=common.positive, help="how many (default: 2000; --quick 300)"
+    )
 
 
 def serve(store, try_place, free, measure, total, output, rows):

@@ -31,7 +31,9 @@ NAMES = {
 
 def options(parser):
     traces.option(parser)
-    parser.add_argument("--max-len", type=int, help="slots reserved by reserve-max (default: 2048)")
+    parser.add_argument(
+        "--max-len", type=common.positive, help="slots reserved by reserve-max (default: 2048)"
+    )
     parser.add_argument("--page-size", type=int, default=16, help="tokens in a page (default: 16)")
 
 

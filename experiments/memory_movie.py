@@ -64,7 +64,7 @@ def options(parser):
         "the requests would take at once without sharing)",
     )
     parser.add_argument("--n", type=int, default=3, help="samples of the second request (3)")
-    parser.add_argument("--max-tokens", type=int, help="longest answer (default: 40)")
+    parser.add_argument("--max-tokens", type=common.positive, help="longest answer (default: 40)")
     parser.add_argument(
         "--prefix-caching",
         action=argparse.BooleanOptionalAction,

@@ -79,7 +79,9 @@ def options(parser):
     parser.add_argument("--kv-gib", type=float, default=12.0, help="KV memory (default: 12 GiB)")
     parser.add_argument("--max-len", type=int, default=2048, help="longest request (default: 2048)")
     parser.add_argument("--page-size", type=int, default=16, help="tokens in a page (default: 16)")
-    parser.add_argument("--requests", type=int, help="how many (default: 20,000; --quick 1,500)")
+    parser.add_argument(
+        "--requests", type=common.positive, help="how many (default: 20,000; --quick 1,500)"
+    )
 
 
 def drawn(like, requests, seed, longest):

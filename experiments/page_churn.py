@@ -35,7 +35,9 @@ PAGE_SIZE = 16
 def options(parser):
     parser.add_argument("--rows", type=int, default=64, help="scheduler slots (default: 64)")
     parser.add_argument("--tokens", type=int, default=40, help="mean request (default: 40 tokens)")
-    parser.add_argument("--steps", type=int, help="steps measured (default: 20,000; --quick 2,000)")
+    parser.add_argument(
+        "--steps", type=common.positive, help="steps measured (default: 20,000; --quick 2,000)"
+    )
 
 
 def churn(cached, lengths, pool, width, repeats):

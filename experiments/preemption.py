@@ -32,12 +32,21 @@ MODES = ("recompute", "swap", "auto")
 def options(parser):
     models.option(parser)
     parser.add_argument(
-        "--page-size", type=int, nargs="+", help="default: 4 8 16 32 64 128; quick: 8 32"
+        "--page-size",
+        type=common.positive,
+        nargs="+",
+        help="default: 4 8 16 32 64 128; quick: 8 32",
     )
-    parser.add_argument("--tokens", type=int, help="of the one sequence (default: 256; quick: 128)")
-    parser.add_argument("--requests", type=int, help="of the engine (default: 12; quick: 6)")
-    parser.add_argument("--output", type=int, help="tokens of each (default: 64; quick: 24)")
-    parser.add_argument("--rounds", type=int, help="default: 5; quick: 2")
+    parser.add_argument(
+        "--tokens", type=common.positive, help="of the one sequence (default: 256; quick: 128)"
+    )
+    parser.add_argument(
+        "--requests", type=common.positive, help="of the engine (default: 12; quick: 6)"
+    )
+    parser.add_argument(
+        "--output", type=common.positive, help="tokens of each (default: 64; quick: 24)"
+    )
+    parser.add_argument("--rounds", type=common.positive, help="default: 5; quick: 2")
 
 
 # --- 1: one sequence --------------------------------------------------------------------------
@@ -140,10 +149,6 @@ def run(args):
     ):
         if value < least:
             common.fail(f"--{name} must be at least {least}; got {value}")
-    if rounds < 1:
-        common.fail(f"--rounds must be at least 1; got {rounds}")
-    if min(sizes) < 1:
-        common.fail(f"--page-size must be at least 1; got {min(sizes)}")
     model = models.choose(args)
     rng = np.random.default_rng(args.seed)
     lengths = rng.integers(tokens // 4, tokens // 2, requests)

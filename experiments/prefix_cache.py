@@ -47,10 +47,14 @@ BYTES_13B = PageGeometry.of("llama-13b", 16).bytes_per_token
 def options(parser):
     traces.option(parser)
     models.option(parser)
-    parser.add_argument("--requests", type=int, help="requests of parts 2 and 3 (default: 32)")
-    parser.add_argument("--output", type=int, help="output tokens of each (default: 32)")
     parser.add_argument(
-        "--rounds", type=int, default=5, help="rounds of parts 2 and 3 (default: 5)"
+        "--requests", type=common.positive, help="requests of parts 2 and 3 (default: 32)"
+    )
+    parser.add_argument(
+        "--output", type=common.positive, help="output tokens of each (default: 32)"
+    )
+    parser.add_argument(
+        "--rounds", type=common.positive, default=5, help="rounds of parts 2 and 3 (default: 5)"
     )
 
 
@@ -249,8 +253,6 @@ def overhead(model, llms, length, setting, rounds, rng):
 
 
 def run(args):
-    if args.rounds < 1:
-        common.fail(f"--rounds must be at least 1; got {args.rounds}")
     found_again = reuse(args)
     common.report(
         common.table(

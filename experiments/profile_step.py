@@ -45,10 +45,14 @@ PAGE = 16
 def options(parser) -> None:
     parser.add_argument("--model", help="Hugging Face folder or hub id, GGUF file or checkpoint")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--batch", type=int, nargs="+", help="default: 8 32; quick: 8")
-    parser.add_argument("--context", type=int, nargs="+", help="default: 256 1024; quick: 64")
-    parser.add_argument("--layers", type=int, help="only the first ones (default: all; quick: 4)")
-    parser.add_argument("--rounds", type=int, help="default: 15; quick: 3")
+    parser.add_argument("--batch", type=common.positive, nargs="+", help="default: 8 32; quick: 8")
+    parser.add_argument(
+        "--context", type=common.positive, nargs="+", help="default: 256 1024; quick: 64"
+    )
+    parser.add_argument(
+        "--layers", type=common.positive, help="only the first ones (default: all; quick: 4)"
+    )
+    parser.add_argument("--rounds", type=common.positive, help="default: 15; quick: 3")
 
 
 def run(args) -> None:

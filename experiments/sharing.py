@@ -53,9 +53,13 @@ INSTRUCTIONS = (
 
 def options(parser):
     models.option(parser)
-    parser.add_argument("--page-size", type=int, default=16, help="tokens in a page (default: 16)")
-    parser.add_argument("--requests", type=int, help="of each data set (default: 500)")
-    parser.add_argument("--beam-requests", type=int, help="that beams search for (default: 60)")
+    parser.add_argument(
+        "--page-size", type=common.positive, default=16, help="tokens in a page (default: 16)"
+    )
+    parser.add_argument("--requests", type=common.positive, help="of each data set (default: 500)")
+    parser.add_argument(
+        "--beam-requests", type=common.positive, help="that beams search for (default: 60)"
+    )
     parser.add_argument(
         "--sharpness", type=float, default=2.0, help="spread of the beams' logits (default: 2)"
     )
@@ -134,9 +138,6 @@ def saved(pairs):
 def run(args):
     requests = args.requests or (60 if args.quick else 500)
     searched = min(requests, args.beam_requests or (8 if args.quick else 60))
-    for name, value in (("--page-size", args.page_size), ("--requests", requests)):
-        if value < 1:
-            common.fail(f"{name} must be at least 1; got {value}")
     model = models.choose(args, **models.TINY)
     results, means = {}, {}
     for kind in PAPER:

@@ -35,7 +35,7 @@ def test_quick_run(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--requests", "0"), "--requests: must be at least 1"),
+        (("--requests", "0"), "--requests: must be an integer of at least 1; got 0"),
         (("--kv-sequences", "nan"), "--kv-sequences: must be a finite number"),
         (("--quick", "--max-model-len", "4096"), "more than the 2048 positions"),
         (("--requests", "5000"), "has only"),

@@ -400,3 +400,28 @@ def test_the_command_line_ends_with_a_status(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("all.py: error: no experiment 'nothing'")
+
+
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [
+        ("attention_scaling", "--longest"),
+        ("bench_engine", "--repetitions"),
+        ("chunked_prefill", "--streams"),
+        ("external_fragmentation", "--capacity"),
+        ("internal_fragmentation", "--max-len"),
+        ("memory_movie", "--max-tokens"),
+        ("memory_waste", "--requests"),
+        ("page_churn", "--steps"),
+        ("preemption", "--page-size"),
+        ("prefix_cache", "--output"),
+        ("profile_step", "--rounds"),
+        ("sharing", "--beam-requests"),
+    ],
+)
+@pytest.mark.parametrize("value", ["0", "-1", "1.5"])
+def test_a_count_of_none_is_not_the_default(capsys, script, option, value):
+    module = importlib.import_module(script)
+    with pytest.raises(SystemExit):
+        common.main(module.__doc__, module.run, module.options, [option, value])
+    assert f"{option}: must be an integer of at least 1; got {value}" in capsys.readouterr().err
