@@ -28,7 +28,7 @@ def test_a_gpu_gets_none(monkeypatch):
     assert compiler.options(True, jnp.bfloat16) == {}
 
 
-@pytest.mark.parametrize(("seconds", "faster"), [(1.0, True), (1.8, False), (3.0, False)])
+@pytest.mark.parametrize(("seconds", "faster"), [(1.0, True), (1.95, False), (3.0, False)])
 def test_the_library_must_be_clearly_faster(monkeypatch, seconds, faster):
     """By a clock on which a plain product takes two seconds."""
     now, ticks = 0.0, itertools.cycle((0.0, 2.0, 0.0, seconds))  # start, end; plain, library
