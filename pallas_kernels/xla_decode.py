@@ -114,7 +114,7 @@ def bend(
     s = s * options.sm_scale
     scale = layouts.gather_scales(options.k_scale, ids, options.kv_layout)  # [..., C or 1, K]
     if scale is not None:
-        s = s * _over_keys(scale, s.ndim)
+        s = s * over_keys(scale, s.ndim)
     if options.soft_cap is not None:
         s = options.soft_cap * jnp.tanh(s / options.soft_cap)
     if options.alibi_slopes is not None:
@@ -151,7 +151,7 @@ def weigh(
     scale = layouts.gather_scales(options.v_scale, ids, options.kv_layout)
     if scale is not None:
         # A dead slot has a weight of 0 but may have a scale of NaN.
-        p = jnp.where(mask, p * _over_keys(scale, s.ndim), 0.0)
+        p = jnp.where(mask, p * over_keys(scale, s.ndim), 0.0)
     return Weights(p, shrink, top, total)
 
 
@@ -160,7 +160,7 @@ def add(state: Softmax, w: Weights, product: jax.Array) -> Softmax:
     return Softmax(state.out * w.shrink[..., None] + product, w.top, w.total)
 
 
-def _over_keys(scale: jax.Array, ndim: int) -> jax.Array:
+def over_keys(scale: jax.Array, ndim: int) -> jax.Array:
     """[.., C or 1, K] -> [.., K, 1 .., C or 1], to broadcast against logits of `ndim` axes."""
     flipped = jnp.swapaxes(scale, -1, -2)
     return jnp.expand_dims(flipped, tuple(range(flipped.ndim - 1, ndim - 1)))

@@ -16,6 +16,9 @@ compiled program's temporaries.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -23,21 +26,26 @@ from pallas_kernels import layouts
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.reference import safe_ids, visible
 from pallas_kernels.xla_decode import (
+    LOW,
     Softmax,
-    add,
     bend,
     chunk_range,
     empty,
     finish,
+    over_keys,
     pad_tables,
-    weigh,
 )
 
-# By measurement, 32 rows of 50-350 or of 1,024 tokens, in vectors of 512 bits: chunks of 64 or 256,
-# or groups of 2 or 8 rows, take 1.0 to 1.4 times as long.
-CHUNK_TOKENS = 128
-GROUP_ROWS = 4
+# By measurement, 32 rows of 50-350 or of 256 or 1,024 tokens: chunks of 128, or groups of 4 or 8 rows,
+# take 1.0 to 1.3 times as long; with 8 rows of which few are alive, groups of 8 take 1.5 times as
+# long as groups of 4.
+CHUNK_TOKENS = 64
+GROUP_ROWS = 16
+FEW_ROWS, GROUP_OF_FEW = 8, 4
 MAX_TERMS = 256  # D + P terms are spelled out; past this the program takes too long to compile
+# Up to so many pages of a chunk are gathered and summed in one kernel; with more, each page's product
+# is stored and then summed: 1.1 times as long, but quick to compile.
+MAX_GATHERS = 4
 
 
 def applies(q: jax.Array, k_pages: jax.Array, options: AttentionOptions) -> bool:
@@ -59,7 +67,7 @@ def decode(
     geo = layouts.geometry(k_pages.shape, options.kv_layout)
     batch, heads, head_dim = q.shape
     pages = max(1, CHUNK_TOKENS // geo.page_size)
-    group = min(GROUP_ROWS, batch)
+    group = min(GROUP_ROWS if batch > FEW_ROWS else GROUP_OF_FEW, batch)
     # Longest first, so that neighbours in a group are alike; one sort serves every layer.
     order = jnp.argsort(-lengths)
     padding = -batch % group
@@ -101,13 +109,18 @@ def _group(
     geo: layouts.Geometry,
     options: AttentionOptions,
 ) -> Softmax:
-    """The softmax state of a few rows after all their chunks."""
+    """The softmax state of a few rows after all their chunks.
+
+    Keys keep their page axis, [W, C, K, G, P]: moved to one axis of C*P keys, every kernel that
+    reads the scores would gather them element by element.
+    """
     width, kv_heads, groups, head_dim = q.shape
     size = geo.page_size
     q_heads = q[:, None]
     first, last = chunk_range(lengths - 1, lengths, pages * size, tables, pages, options)
-    row = jnp.arange(width, dtype=jnp.uint32)[:, None]
-    column = jnp.arange(pages, dtype=jnp.uint32)[None, :]
+    row = jnp.arange(width, dtype=jnp.uint32)
+    column = jnp.arange(pages, dtype=jnp.uint32)
+    offset = jnp.arange(size, dtype=jnp.int32)[None, None, :]
 
     def step(i: jax.Array, state: Softmax) -> Softmax:
         # Without the barrier XLA moves the widening of bfloat16 out of the loop, and widens the
@@ -116,43 +129,90 @@ def _group(
         ids = jax.lax.dynamic_slice_in_dim(tables, i * pages, pages, axis=1)
         ids, page_ok = safe_ids(ids, geo.num_pages)
         at = ids.astype(jnp.uint32)
-        position = i * pages * size + jnp.arange(pages * size, dtype=jnp.int32)
-        mask = visible(position[None, :], lengths[:, None] - 1, options.sliding_window)
-        mask &= jnp.repeat(page_ok, size, axis=1)  # [B, C*P]
+        page = i * pages + jnp.arange(pages, dtype=jnp.int32)
+        # By page, so that a kernel finds the visible slots of one with a comparison of two numbers.
+        start = lengths[:, None] - 1 - page[None, :] * size  # [W, C]: the query's place in it
+        mask = visible(offset, start[..., None], options.sliding_window)
+        mask &= page_ok[..., None]  # [W, C, P]
 
         scores = _sum(
             q_heads[..., d, None] * _widen(k_all[:, :, d, :])[None, :, :, None, :]
             for d in range(head_dim)
         )  # [W, N, K, G, P], virtual
-        s = scores.at[row, at].get(mode="promise_in_bounds")  # [W, C, K, G, P]
-        s = s.transpose(0, 2, 3, 1, 4).reshape(width, kv_heads, groups, pages * size)
-        distance = position[None, :] - (lengths[:, None] - 1)
-        s = bend(s, distance[:, None, None, :], ids, options, (1, kv_heads, groups, 1))
-        weights = weigh(state, s, mask[:, None, None, :], ids, options)
+        s = scores.at[row[:, None], at].get(mode="promise_in_bounds")  # [W, C, K, G, P]
+        distance = (offset - start[..., None])[:, :, None, None, :]
+        s = bend(s, distance, ids[..., None], options, (1, 1, kv_heads, groups, 1))
+        s = jnp.where(mask[:, :, None, None, :], s, LOW)  # a masked logit may be NaN
+        top = jnp.maximum(state.top, jnp.max(_fold(jnp.maximum, s), axis=-1))
+        # A row that has seen no key yet must not read exp(LOW - LOW) = 1 as a weight.
+        base = jnp.where(top > LOW, top, 0.0)
+        p = _exp(s - base[:, None, ..., None])
+        shrink = jnp.exp(state.top - top)
+        total = state.total * shrink + jnp.sum(_fold(jnp.add, p), axis=-1)
+        scale = layouts.gather_scales(options.v_scale, ids[..., None], options.kv_layout)
+        if scale is not None:
+            # A dead slot has a weight of 0 but may have a scale of NaN.
+            p = jnp.where(mask[:, :, None, None, :], p * over_keys(scale, p.ndim), 0.0)
 
-        p = weights.p.reshape(width, kv_heads, groups, pages, size).transpose(0, 3, 1, 2, 4)
-        p = p[:, :, None]  # [W, C, 1, K, G, P]
-        live = mask.reshape(width, pages, 1, 1, 1, size)
-        values = _sum(
-            # Dead slots may hold NaN: V itself must go, not only its weight.
-            p[..., j, None]
-            * jnp.where(
-                live[..., j, None], _widen(v_all[:, :, j, :])[None, None, :, :, None, :], 0.0
+        if pages <= MAX_GATHERS:
+            product = _sum(
+                _weighted_values(p[:, c], mask[:, c], v_all, (row, at[:, c])) for c in range(pages)
             )
-            for j in range(size)
-        )  # [W, C, N, K, G, D], virtual
-        taken = values.at[row, column, at].get(mode="promise_in_bounds")  # [W, C, K, G, D]
-        return add(state, weights, jnp.sum(taken, axis=1))
+        else:
+            product = jnp.sum(
+                _weighted_values(p, mask, v_all, (row[:, None], column[None, :], at)), axis=1
+            )
+        return Softmax(state.out * shrink[..., None] + product, top, total)
 
     return jax.lax.fori_loop(first, last, step, empty((width, kv_heads, groups), head_dim))
+
+
+def _weighted_values(
+    p: jax.Array,  # [..., K, G, P] float32
+    mask: jax.Array,  # [..., P] bool
+    v_pages: jax.Array,  # [N, K, P, D]
+    at: tuple[jax.Array, ...],  # indices of the leading axes, then the page's [...] uint32
+) -> jax.Array:  # [..., K, G, D] float32
+    """The weights of one page, or of several, times its values."""
+    v = v_pages.reshape((1,) * (mask.ndim - 1) + v_pages.shape)
+    products = _sum(
+        # Dead slots may hold NaN: V itself must go, not only its weight.
+        p[..., None, :, :, j, None]
+        * jnp.where(
+            mask[..., j].reshape(mask.shape[:-1] + (1,) * 4),
+            _widen(v[..., j, :])[..., None, :],
+            0.0,
+        )
+        for j in range(p.shape[-1])
+    )  # [..., N, K, G, D], virtual
+    return products.at[at].get(mode="promise_in_bounds")
+
+
+def _fold(f: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """[W, C, ...] to [W, ...] by f, spelled out over the pages so that it runs in vectors."""
+    return functools.reduce(f, (x[:, c] for c in range(x.shape[1])))
+
+
+def _exp(x: jax.Array) -> jax.Array:
+    """exp(x) for x <= 0 in float32, to a relative 1e-7; 0 below -87.
+
+    Spelled out, because XLA's own is not vectorised in a loop of one page's slots (it takes 7 times
+    as long). 2^n times a polynomial of the rest, the coefficients those of Cephes' expf (Moshier).
+    """
+    n = jnp.floor(x * 1.44269504 + 0.5)
+    r = x - n * 0.693359375 + n * 2.12194440e-4  # ln 2 in two parts
+    y = jnp.full_like(r, 1.98756915e-4)
+    for c in (1.39819995e-3, 8.33345191e-3, 4.16657959e-2, 1.66666655e-1, 0.5):
+        y = y * r + c
+    y = y * (r * r) + r + 1.0
+    power = jax.lax.bitcast_convert_type((n.astype(jnp.int32) + 127) << 23, jnp.float32)
+    return jnp.where(x < -87.0, 0.0, y * power)
 
 
 def _widen(pages: jax.Array) -> jax.Array:
     """Float32 numbers of pages that hold float32 or the bits of bfloat16."""
     if pages.dtype == jnp.uint16:
-        # In integers, so that it vectorises: a bfloat16 is the upper half of a float32.
-        bits = pages.astype(jnp.uint32) << 16
-        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+        return jax.lax.bitcast_convert_type(pages, jnp.bfloat16).astype(jnp.float32)
     return pages
 
 
