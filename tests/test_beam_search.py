@@ -54,7 +54,9 @@ def same(output, wanted, penalty):
     got = [c.token_ids for c in output.outputs]
     assert got == [tokens for tokens, _ in wanted]
     for c, (tokens, score) in zip(output.outputs, wanted, strict=True):
-        assert c.cumulative_logprob / len(tokens) ** penalty == pytest.approx(score, abs=2e-4)
+        # Relative as well: a penalty of -2 multiplies a score by the square of its length.
+        expected = pytest.approx(score, abs=2e-4, rel=1e-6)
+        assert c.cumulative_logprob / len(tokens) ** penalty == expected
 
 
 @pytest.mark.parametrize(
