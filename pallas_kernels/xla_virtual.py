@@ -42,7 +42,9 @@ from pallas_kernels.xla_decode import (
 CHUNK_TOKENS = 64
 GROUP_ROWS = 16
 FEW_ROWS, GROUP_OF_FEW = 8, 4
-MAX_TERMS = 256  # D + P terms are spelled out; past this the program takes too long to compile
+# D terms are spelled out, and P for each page that is summed in place; past this D + P the program
+# takes too long to compile.
+MAX_TERMS = 256
 # Up to so many pages of a chunk are gathered and summed in one kernel; with more, each page's product
 # is stored and then summed: 1.1 times as long, but quick to compile.
 MAX_GATHERS = 4
@@ -194,10 +196,10 @@ def _fold(f: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax.A
 
 
 def _exp(x: jax.Array) -> jax.Array:
-    """exp(x) for x <= 0 in float32, to a relative 1e-7; 0 below -87.
+    """exp(x) for x <= 0 in float32, to a relative 2e-7; 0 below -87.
 
-    Spelled out, because XLA's own is not vectorised in a loop of one page's slots (it takes 7 times
-    as long). 2^n times a polynomial of the rest, the coefficients those of Cephes' expf (Moshier).
+    Spelled out, because XLA's own is not vectorised in a loop of one page's 16 slots: 2^n times a
+    polynomial of the rest, the coefficients those of Cephes' expf (Moshier).
     """
     n = jnp.floor(x * 1.44269504 + 0.5)
     r = x - n * 0.693359375 + n * 2.12194440e-4  # ln 2 in two parts

@@ -337,3 +337,13 @@ def test_append_writes_in_place_under_donation(tokens):
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == 2 * pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 10
+
+
+def test_the_exponential_of_the_virtual_form():
+    """Against float64, over its whole range; no weight below it, and a NaN stays one."""
+    x = np.concatenate([-np.geomspace(1e-9, 87.0, 200_001), [0.0]]).astype(np.float32)
+    got = np.asarray(jax.jit(xla_virtual._exp)(x)).astype(np.float64)
+    np.testing.assert_allclose(got, np.exp(x.astype(np.float64)), rtol=2e-7)
+    ends = np.asarray(xla_virtual._exp(jnp.array([-88.0, -1e4, -2.4e38, -jnp.inf, jnp.nan])))
+    np.testing.assert_array_equal(ends[:4], 0.0)
+    assert np.isnan(ends[4])
