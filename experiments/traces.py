@@ -92,7 +92,10 @@ def read(path: Path | str, count: Count | None = None) -> Trace:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such trace file") from None
+        raise ValueError(
+            f"{path}: no such trace file; give the path of a ShareGPT JSON, Azure CSV or Mooncake "
+            "JSONL file, or leave --trace out for the lengths that come with the project"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not readable as a text file ({error})") from None
     first = text.lstrip()[:1]
