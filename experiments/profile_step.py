@@ -32,7 +32,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -216,23 +216,28 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
     kv = jnp.asarray(rng.normal(size=(batch, c.num_kv_heads, c.head_dim)), dtype)
 
     def attention(pool, q, tables, lengths):
-        for layer in range(c.num_layers):
-            q = paged_attention(
+        def one(layer, q):
+            k, v, first = pool.of_layer(layer)
+            return paged_attention(
                 q,
-                pool.k[layer],
-                pool.v[layer],
-                tables,
+                k,
+                v,
+                tables + first,
                 lengths,
                 sm_scale=c.head_dim**-0.5,
                 kv_layout=pool.layout,
                 kv_dtype=pool.kv_dtype,
             )
-        return q
+
+        return each_layer(one, q)
 
     def write(pool, k, slots):
-        for layer in range(c.num_layers):
-            pool = kv_pool.write(pool, layer, k, k, slots)
-        return pool, ()
+        return each_layer(lambda layer, pool: kv_pool.write(pool, layer, k, k, slots), pool), ()
+
+    def each_layer(f, x):
+        if pool.stacked:  # in a loop, as the engine does it
+            return jax.lax.fori_loop(0, c.num_layers, f, x)
+        return reduce(lambda x, layer: f(layer, x), range(c.num_layers), x)
 
     def dense(params, tokens, lengths):
         attend = lambda layer, q, k, v, cache: (q, cache)  # noqa: E731

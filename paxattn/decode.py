@@ -30,7 +30,7 @@ from pallas_kernels import paged_attention, ragged_paged_attention
 from paxattn import compiler, contiguous, kv_pool, prefix_cache, swap, time_travel
 from paxattn import memory as paged
 from paxattn.kv_pool import KVPool
-from paxattn.llama import Llama
+from paxattn.llama import Llama, looped
 from paxattn.llama_config import LlamaConfig
 from paxattn.prefix_cache import PrefixCache
 from paxattn.sampling import HostArray, SamplingArrays, logprobs_of, sample
@@ -122,18 +122,16 @@ def _prefill(
 
     def attend(layer, q, k, v, pool):
         pool = kv_pool.write(pool, layer, k, v, slots)
-        pages, how = _pages_of(pool, layer, config)
+        pages, first, how = _pages_of(pool, layer, config)
         out = ragged_paged_attention(
-            q, pages, inputs.kv_lens, tables, inputs.cu_q_lens, inputs.num_seqs, **how
+            q, pages, inputs.kv_lens, tables + first, inputs.cu_q_lens, inputs.num_seqs, **how
         )
         return out, pool
 
-    apply: Any = model.apply  # Flax's own type has mutable collections in it
-    hidden, pool = apply(
-        {"params": params}, inputs.tokens, inputs.positions, inputs.context_lens, pool, attend
-    )
+    tokens = (inputs.tokens, inputs.positions, inputs.context_lens)
+    hidden, pool = _hidden(model, params, *tokens, pool, attend)
     # One sequence may be sampled several times: the samples of a prompt that is computed once.
-    logits = apply({"params": params}, hidden[inputs.sampled_at], method="unembed")
+    logits = _unembed(model, params, hidden[inputs.sampled_at])
     return state._replace(pool=pool), _choose(logits, sampling, inputs.generated, choice)
 
 
@@ -170,13 +168,13 @@ def _mixed(
 
     def attend(layer, q, k, v, pool):
         pool = kv_pool.write(pool, layer, k, v, slots)
-        pages, how = _pages_of(pool, layer, config)
-        decoded = paged_attention(q[:b], *pages, tables, lengths, **how)
+        pages, first, how = _pages_of(pool, layer, config)
+        decoded = paged_attention(q[:b], *pages, tables + first, lengths, **how)
         prefilled = ragged_paged_attention(
             q[b:],
             pages,
             chunks.kv_lens,
-            chunk_tables,
+            chunk_tables + first,
             chunks.cu_q_lens,
             chunks.num_seqs,
             **how,
@@ -186,10 +184,8 @@ def _mixed(
     tokens = jnp.concatenate([rows.tokens, chunks.tokens])
     positions = jnp.concatenate([jnp.maximum(lengths - 1, 0), chunks.positions])
     context_lens = jnp.concatenate([lengths, chunks.context_lens])
-    apply: Any = model.apply
-    hidden, pool = apply({"params": params}, tokens, positions, context_lens, state.pool, attend)
-    hidden = jnp.concatenate([hidden[:b], hidden[b + chunks.sampled_at]])
-    logits = apply({"params": params}, hidden, method="unembed")
+    hidden, pool = _hidden(model, params, tokens, positions, context_lens, state.pool, attend)
+    logits = _unembed(model, params, jnp.concatenate([hidden[:b], hidden[b + chunks.sampled_at]]))
     return (
         state._replace(pool=pool, memory=memory),
         _choose(logits[:b], rows_sampling, rows.generated, choice),
@@ -197,14 +193,35 @@ def _mixed(
     )
 
 
-def _pages_of(pool: KVPool, layer: int, config: LlamaConfig) -> tuple[tuple, dict[str, Any]]:
-    """A layer's pages, and how attention is to read them."""
-    return (pool.k[layer], pool.v[layer]), dict(
+def _hidden(
+    model: Llama, params, tokens, positions, context_lens, pool: KVPool, attend
+) -> tuple[jax.Array, KVPool]:
+    """Hidden states [T, E] of tokens [T], and the pool that holds their keys and values."""
+    config = model.config
+    if pool.stacked and config.has_one_window:
+        return looped(model, params, tokens, positions, context_lens, pool, attend)
+    apply: Any = model.apply  # Flax's own type has mutable collections in it
+    return apply({"params": params}, tokens, positions, context_lens, pool, attend)
+
+
+def _unembed(model: Llama, params, hidden: jax.Array) -> jax.Array:
+    apply: Any = model.apply
+    return apply({"params": params}, hidden, method="unembed")
+
+
+def _pages_of(
+    pool: KVPool, layer: int | jax.Array, config: LlamaConfig
+) -> tuple[tuple[jax.Array, jax.Array], int | jax.Array, dict[str, Any]]:
+    """The arrays that hold a layer's pages, the first of them, and how attention is to read them."""
+    k, v, first = pool.of_layer(layer)
+    how = dict(
         sm_scale=config.head_dim**-0.5,
-        sliding_window=config.layer_window(layer),
+        # a traced layer is one of a loop, whose layers are alike
+        sliding_window=config.layer_window(0 if isinstance(layer, jax.Array) else layer),
         kv_layout=pool.layout,
         kv_dtype=pool.kv_dtype,
     )
+    return (k, v), first, how
 
 
 class _Loop(NamedTuple):
@@ -304,13 +321,12 @@ def decode_logits(
 
     def attend(layer, q, k, v, pool):
         pool = kv_pool.write(pool, layer, k, v, slots)
-        pages, how = _pages_of(pool, layer, model.config)
-        return paged_attention(q, *pages, tables, lengths, **how), pool
+        pages, first, how = _pages_of(pool, layer, model.config)
+        return paged_attention(q, *pages, tables + first, lengths, **how), pool
 
     positions = jnp.maximum(lengths - 1, 0)
-    apply: Any = model.apply  # Flax's own type has mutable collections in it
-    hidden, pool = apply({"params": params}, tokens, positions, lengths, pool, attend)
-    return apply({"params": params}, hidden, method="unembed"), pool
+    hidden, pool = _hidden(model, params, tokens, positions, lengths, pool, attend)
+    return _unembed(model, params, hidden), pool
 
 
 def _append_fits(memory: Any, active: jax.Array) -> jax.Array:

@@ -186,6 +186,11 @@ class LlamaConfig:
         windows = self.sliding_window
         return windows[layer] if isinstance(windows, tuple) else windows
 
+    @property
+    def has_one_window(self) -> bool:
+        """Whether all layers see equally far."""
+        return len({self.layer_window(i) for i in range(self.num_layers)}) == 1
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
         """Read a Hugging Face config (the dict of a `config.json`).

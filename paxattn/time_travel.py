@@ -202,7 +202,7 @@ def _geometry(state: Any) -> dict[str, Any]:
     if isinstance(memory, PagedMemory):
         found["num_pages"] = memory.allocator.refcount.shape[0]
     if pool is not None:
-        found["pool"] = f"{len(pool.k)} layers of {pool.dtype} in {pool.layout}"
+        found["pool"] = f"{pool.num_layers} layers of {pool.dtype} in {pool.layout}"
         one = jax.eval_shape(kv_pool.take_pages, pool, jax.ShapeDtypeStruct((1,), jnp.int32))
         found["page"] = one.k[0].shape
     found["parts"] = [
