@@ -8,9 +8,9 @@ from paxattn.sampling import SamplingArrays
 from paxattn.sampling_params import MAX_LOGPROBS
 from paxattn.scheduler import Chunk, children
 
-# (packed tokens, samples) of one prefill, and the fewest rows of one decode. With eight or more,
-# a power of two, XLA's CPU backend gives a row the same bits in every bucket; below, its vector
-# loops differ. A sample's logits are not cheap (128 of them took a sixth of a prefill of 512
+# (packed tokens, samples) of one prefill, and the fewest rows of one decode. In multiples of eight
+# XLA's CPU backend gives a row the same bits in every bucket; otherwise its vector loops differ.
+# A sample's logits are not cheap (128 of them took a sixth of a prefill of 512
 # tokens), so the last bucket is for many samples of few prompts only.
 PREFILL_BUCKETS = ((64, 16), (256, 16), (512, 32), (512, 128))
 FEWEST_ROWS = 8
@@ -18,8 +18,16 @@ _INT32 = np.iinfo(np.int32).max
 
 
 def row_bucket(rows: int) -> int:
-    """Rows padded to 8, 16, 32, 64, ...: few programs."""
-    return max(FEWEST_ROWS, 1 << (rows - 1).bit_length())
+    """Rows padded to 8, 16, 24, 32, 48, 64, 96, ...: few programs, and little padding."""
+    most = max(FEWEST_ROWS, 1 << (rows - 1).bit_length())
+    between = most * 3 // 4
+    return between if rows <= between and between % FEWEST_ROWS == 0 else most
+
+
+def row_bucket_below(rows: int) -> int:
+    """The bucket that is next below the bucket `rows`; 0 below the smallest."""
+    below = (row_bucket(n) for n in (rows // 2, rows * 2 // 3))
+    return max((bucket for bucket in below if bucket < rows), default=0)
 
 
 def prefill_bucket(chunks: list[Chunk]) -> tuple[int, int]:
@@ -66,9 +74,7 @@ def prefill_inputs(chunks: list[Chunk], tokens: int, samples: int) -> PrefillInp
     return inputs
 
 
-def decode_inputs(
-    sequences: list[Sequence], rows: int, steps: int, until_one_ends: bool
-) -> DecodeInputs:
+def decode_inputs(sequences: list[Sequence], rows: int, steps: int, enough: int) -> DecodeInputs:
     """One row a sequence, padded to `rows`."""
     inputs = DecodeInputs(
         rows=np.full(rows, -1, np.int32),
@@ -78,7 +84,7 @@ def decode_inputs(
         forced=np.zeros((rows, MAX_STEPS), np.int32),
         num_forced=np.zeros(rows, np.int32),
         steps=np.int32(steps),
-        until_one_ends=np.bool_(until_one_ends),
+        enough=np.int32(enough),
     )
     for i, s in enumerate(sequences):
         inputs.rows[i] = s.row

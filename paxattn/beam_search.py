@@ -272,7 +272,7 @@ def _next_tokens(loop, choice):
     device.state, sampled, _ = device.programs.decode(choice)(
         loop.params,
         device.state,
-        batch.decode_inputs(sequences, rows, 1, True),
+        batch.decode_inputs(sequences, rows, 1, rows),
         batch.sampling_arrays(sequences, rows),
     )
     ids, logprobs = _host(sampled.top_ids[:, 0], sampled.top_logprobs[:, 0])

@@ -1,8 +1,10 @@
-"""What XLA's CPU compiler is told beside the program: measured facts of its backend, in one place.
+"""Measured facts of XLA's CPU backend, in one place: what it is told beside the program.
 
 A GPU's programs are compiled as they are.
 """
 
+import contextlib
+import ctypes
 import time
 from functools import cache
 from typing import Any
@@ -35,6 +37,15 @@ def options(many_rows: bool, dtype: Any) -> dict[str, Any]:
     if jnp.dtype(dtype) == jnp.bfloat16 and _library_is_faster(rows):
         return _VECTORS | _LIBRARY
     return _VECTORS
+
+
+def return_freed_memory() -> None:
+    """Gives the system back what compiling or loading has freed, where glibc would keep it.
+
+    Measured with SmolLM2-135M in bfloat16: 150 MB after loading, 70 MB after the programs.
+    """
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # where there is no glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def tied_to_step(params: Any, step: jax.Array) -> Any:

@@ -4,8 +4,8 @@ The programs, each compiled once for each shape bucket:
   prefill   a packed chunk of prompt tokens of several sequences in one ragged call, and the first
             token of every sequence whose prompt it completes;
   decode    up to `MAX_STEPS` tokens for each row, page allocation included, without returning to
-            the host; it comes back when a row ends (half of the rows, where nobody waits for
-            one), pages run out or the step budget is used up;
+            the host; it comes back when a row ends (enough rows, where nobody waits for one),
+            pages run out or the step budget is used up;
   mixed     chunks of prompts and one token for each of the rows that decode, in one call;
   tables    reserve or release rows;
   prefix    the same with a prefix cache: admit a prompt, release rows, evict idle pages;
@@ -71,7 +71,7 @@ class DecodeInputs(NamedTuple):
     forced: HostArray  # [b, MAX_STEPS] int32: tokens to replay after a preemption
     num_forced: HostArray  # [b] int32
     steps: HostArray  # [] int32, at most MAX_STEPS
-    until_one_ends: HostArray  # [] bool: come back when a row ends, else when half have
+    enough: HostArray  # [] int32: come back when a row has ended and no more than so many are left
 
 
 class Sampled(NamedTuple):
@@ -252,9 +252,8 @@ def _decode(
 
     def go_on(loop: _Loop) -> jax.Array:
         fits = _append_fits(loop.state.memory, batch_wide(loop.active))
-        # With half of the rows left, a program of half as many can go on at less cost.
         left = jnp.sum(loop.active, dtype=jnp.int32)
-        stop = loop.ended & (inputs.until_one_ends | (2 * left <= b))
+        stop = loop.ended & (left <= inputs.enough)
         return (loop.step < inputs.steps) & (left > 0) & fits & ~stop
 
     def step(loop: _Loop) -> _Loop:

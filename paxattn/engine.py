@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxattn import beam_search, completion
+from paxattn import beam_search, compiler, completion
 from paxattn.batch import PREFILL_BUCKETS, row_bucket
 from paxattn.beam_search import BeamSearchParams
 from paxattn.capacity import Capacity, plan_capacity
@@ -127,6 +127,8 @@ class LLM:
             self.prefix_caching,
             swap_bytes,
         )
+        del loaded, leaves
+        compiler.return_freed_memory()
         self._requests = 0
         self._caller: object | None = None  # the iterator that is being served
         self._loop = Loop(self._device, self.params, self.tokenizer, preemption, mixed)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from paxattn import batch, completion
-from paxattn.batch import PREFILL_BUCKETS, row_bucket
+from paxattn import batch, compiler, completion
+from paxattn.batch import PREFILL_BUCKETS, row_bucket, row_bucket_below
 from paxattn.decode import MAX_STEPS
 from paxattn.device_state import DeviceState
 from paxattn.request import Sequence as Running
@@ -134,7 +134,8 @@ class Loop:
             sequences,
             rows,
             STREAM_STEPS if stream else MAX_STEPS,
-            stream or bool(self.device.scheduler.waiting),
+            # Where nobody waits for a row to end, a program of fewer rows may go on at less cost.
+            rows if stream or self.device.scheduler.waiting else row_bucket_below(rows),
         )
         device = self.device
         record = self.record_start("decode")
@@ -170,7 +171,7 @@ class Loop:
         device.state, chosen, sampled = device.programs.mixed(batch.choice_of(everyone))(
             self.params,
             device.state,
-            batch.decode_inputs(decoding, rows, 1, True),
+            batch.decode_inputs(decoding, rows, 1, rows),
             batch.prefill_inputs(chunks, self.mixed - rows, rows),
             batch.sampling_arrays(decoding, rows),
             batch.sampling_arrays(outputs, rows),
@@ -206,6 +207,8 @@ class Loop:
         kind, started, before_compiled, running, before = record
         seconds = time.perf_counter() - started
         compiled = self.device.compiled() > before_compiled
+        if compiled:
+            compiler.return_freed_memory()
         if work and not compiled:
             old = self._costs[kind]
             self._costs[kind] = (old + seconds / work) / 2 if old else seconds / work

@@ -23,8 +23,10 @@ def filled(stacked, dtype="float32", layout=None):
     slots = jnp.arange(P, N * P, dtype=jnp.int32)
     for layer in range(L):
         k, v = jax.random.normal(jax.random.key(layer), (2, len(slots), K, D))
-        pool = write(pool, jnp.int32(layer), k, v, slots) if stacked else kv_pool.write(
-            pool, layer, k, v, slots
+        pool = (
+            write(pool, jnp.int32(layer), k, v, slots)
+            if stacked
+            else kv_pool.write(pool, layer, k, v, slots)
         )
     return pool
 
