@@ -165,7 +165,6 @@ def copy_pages(
     destinations: jax.Array,  # [C] int32
 ) -> KVPool:
     """Copies whole pages in every layer (copy-on-write); 0 -> 0 where there is nothing to copy."""
-
     sources, destinations = (_in_each_layer(pool, x) for x in (sources, destinations))
 
     def copy(array: jax.Array, axes: str) -> jax.Array:
@@ -184,7 +183,6 @@ def take_pages(pool: KVPool, pages: jax.Array) -> KVPool:
 
     0, the null page, is padding and comes with whatever stands there.
     """
-
     pages = _in_each_layer(pool, pages)
 
     def take(array: jax.Array, axes: str) -> jax.Array:
@@ -255,13 +253,11 @@ def gather(
     block_table: jax.Array,  # [M] int32
 ) -> tuple[jax.Array, jax.Array]:
     """One sequence's keys and values in order, each [M * P, K, D] in the pool's dtype."""
-
     k, v, first = pool.of_layer(layer)
 
     def take(array: jax.Array, axes: str) -> jax.Array:
-        pages = jnp.take(
-            array, block_table + first, axis=axes.index("N")
-        )  # before any transposition
+        # Taken before any transposition.
+        pages = jnp.take(array, block_table + first, axis=axes.index("N"))
         pages = jnp.einsum(f"{axes}->NPKD", pages)
         pages = pages.reshape(-1, *pages.shape[2:])
         if pool.kv_dtype:

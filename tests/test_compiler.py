@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paxattn import compiler
+from paxattn.batch import row_bucket, row_bucket_below
 from paxattn.llama import linear
 
 
@@ -55,3 +56,10 @@ def test_bits_do_not_depend_on_the_batch(monkeypatch, faster):
             expected = np.asarray(program(x, kernel))
             for rows in (8, 16, 24, 32, 48):
                 np.testing.assert_array_equal(program(x[:rows], kernel), expected[:rows])
+
+
+def test_the_bucket_below_is_the_next_smaller_one():
+    buckets = sorted({row_bucket(n) for n in range(1, 2049)})
+    assert buckets[:7] == [8, 16, 24, 32, 48, 64, 96]
+    assert all(row_bucket(n) >= n for n in range(1, 2049))
+    assert [row_bucket_below(b) for b in buckets] == [0, *buckets[:-1]]
