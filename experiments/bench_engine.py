@@ -102,17 +102,20 @@ def run(args) -> None:
             f"--peer-python: {args.peer_python!r} is no program here; give the path of a Python "
             "interpreter that has vllm installed, or leave it out to do without vLLM"
         )
+    if args.trace and "W2" not in args.workload:
+        common.fail(f"--trace: only W2 takes request lengths from {args.trace}; add --workload W2")
     from convert import load
 
     model = load(args.model, "auto", progress=True)
     longest = min(args.max_model_len, model.config.max_position_embeddings)
+    # All of them first: a trace that cannot be read must not cost the first workload's time.
+    works = {w: make_workload(args, w, model.config.vocab_size, longest) for w in args.workload}
     runs = []
     with tempfile.TemporaryDirectory() as scratch:
         for dtype in args.dtype:
             folder = Path(scratch) / dtype
             hugging_face_folder(model, dtype, folder)
-            for workload in args.workload:
-                work = make_workload(args, workload, model.config.vocab_size, longest)
+            for workload, work in works.items():
                 runs.append(measure(args, workload, dtype, folder, longest, work, repetitions))
     first = {k: runs[0][k] for k in ("workload", "dtype", "ours", "peers", "ratios")}
     result = {

@@ -39,6 +39,26 @@ def test_w2_has_real_lengths_and_arrivals():
     assert work["arrivals"][-1] / 199 == pytest.approx(0.5, rel=0.3)
 
 
+@pytest.mark.parametrize(
+    ("workload", "says"), [(["W1"], "add --workload W2"), (["W1", "W2"], "no such trace file")]
+)
+def test_a_bad_trace_is_refused_before_anything_is_measured(monkeypatch, workload, says):
+    monkeypatch.setattr("convert.load", lambda *_, **__: tiny.model())
+    monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("measured"))
+    args = arguments(
+        workload=workload,
+        trace=Path("missing.json"),
+        repetitions=1,
+        peer_python=None,
+        model="tiny",
+        dtype=["float32"],
+        max_model_len=2048,
+        rate=1.0,
+    )
+    with pytest.raises((bench.common.Failure, ValueError), match=says):
+        bench.run(args)
+
+
 def test_summary_by_hand():
     def answer(seconds):
         results = [([1, 2, 3], 0.5, 1.5), ([4], 2.0, 2.0)]
