@@ -393,7 +393,8 @@ def draw(result: dict):
             ylabel="share of the KV budget (%)",
             title=f"{side}: {result[side]['output_tokens_per_s']:.0f} tokens/s",
         )
-        axis.legend(loc="lower right", frameon=True, framealpha=0.9)
+    # Below the axis: inside, it would hide what the cache holds towards the end.
+    axes[0].legend(loc="upper left", bbox_to_anchor=(0.0, -0.16), ncols=2)
     parts = [
         ("token_utilization_mean", "holds tokens", blue),
         ("reserved_waste", "reserved for later", green),
