@@ -60,11 +60,14 @@ def run(args) -> None:
     import jax.numpy as jnp
 
     from convert import load
+    from paxattn import compiler
+    from paxattn.llama import split
 
     model = load(args.model, args.dtype, progress=True)
     model = first_layers(model, args.layers or (4 if args.quick else model.config.num_layers))
     dtype = jnp.dtype(args.dtype)
-    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), model.params)
+    parts = compiler.products(False, dtype).form.parts
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), split(model.params, parts))
     rounds = args.rounds or (3 if args.quick else 15)
     limits = machine(dtype)
     steps = [
@@ -144,7 +147,7 @@ def machine(dtype) -> dict[str, float]:
     dots = {
         "float32": product(jnp.float32, {}),
         "plain": product(dtype, {}),
-        "as the engine's": product(dtype, compiler.options(True, dtype)),
+        "as the engine's": product(dtype, compiler.products(True, dtype).options),
     }
     # XLA reduces on one thread, but updates in place on all: what it reads meanwhile is counted.
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -179,8 +182,9 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
 
     c = config
     # As the engine compiles its decode steps.
-    jit = partial(jax.jit, compiler_options=compiler.options(False, dtype))
-    net = Llama(c, dtype)
+    how = compiler.products(False, dtype)
+    jit = partial(jax.jit, compiler_options=how.options)
+    net = Llama(c, dtype, how.form)
     pages = -(-context // PAGE)
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, c.vocab_size, batch), jnp.int32)

@@ -197,6 +197,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None = None,  # [H]
     alibi_slopes: jax.Array | None = None,  # [H]
     return_lse: bool = False,
+    narrow_products: bool = False,
     implementation: str = "auto",
     num_warps: int | None = None,
     num_stages: int | None = None,
@@ -221,6 +222,9 @@ def ragged_paged_attention(
         kernel; the other backends ignore them.
       vmem_limit_bytes: Accepted for JAX's callers; ignored.
       kv_layout, kv_dtype, sinks, alibi_slopes, return_lse, implementation: As `paged_attention`.
+      narrow_products: With bfloat16 pages, whether "xla" may multiply in bfloat16, as the kernels
+        for GPUs do: queries and softmax weights are rounded to it, sums stay float32. Faster on
+        CPUs with matrix units, slower on others.
 
     Returns:
       [T, H, D] in q's dtype, zeros past the last sequence; with `return_lse` also [T, H] float32.
@@ -252,6 +256,7 @@ def ragged_paged_attention(
         kv_layout=kv_layout,
         kv_dtype=kv_dtype,
         return_lse=return_lse,
+        narrow_products=narrow_products,
     )
     if faults.known(kv_lens, page_indices, cu_q_lens, num_seqs):
         count = faults.check_ragged_values(

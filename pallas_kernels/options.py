@@ -40,3 +40,4 @@ class AttentionOptions:
     kv_layout: KVLayout = _static("KNPD")  # noqa: RUF009
     kv_dtype: str | None = _static(None)  # "bfloat16" where the pages are uint16 bits, else None
     return_lse: bool = _static(False)
+    narrow_products: bool = _static(False)  # see `api.ragged_paged_attention`

@@ -158,6 +158,7 @@ def make_options(
     kv_layout: Any,
     kv_dtype: str | None,
     return_lse: bool,
+    narrow_products: bool = False,
 ) -> AttentionOptions:
     """Normalises the options of a call."""
     return AttentionOptions(
@@ -172,6 +173,7 @@ def make_options(
         kv_layout=kv_layout,
         kv_dtype=kv_dtype,
         return_lse=bool(return_lse),
+        narrow_products=bool(narrow_products),
     )
 
 

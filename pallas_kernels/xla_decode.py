@@ -94,13 +94,16 @@ def gather_chunk(
     mask: jax.Array,  # [..., C] bool
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """K and V of a chunk's tokens, [..., K, C, D] float32; V is zero where the mask is False."""
+    """K and V of a chunk's tokens, [..., K, C, D]; V is zero where the mask is False.
+
+    Float32, unless the options ask for narrow products and the pages hold bfloat16.
+    """
     k, v = layouts.gather_heads(k_pages, v_pages, ids, options.kv_layout, options.kv_dtype)
-    # Float32 also for 16-bit pages: XLA's CPU backend has no faster product for them at these sizes.
-    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    if not (options.narrow_products and k.dtype == v.dtype == jnp.bfloat16):
+        k, v = k.astype(jnp.float32), v.astype(jnp.float32)
     # A dead slot may hold NaN, and 0 * NaN is NaN: V must go, not only its weight. (A NaN logit is
     # replaced, so K may stay.)
-    return k, jnp.where(mask[..., None, :, None], v, 0.0)
+    return k, jnp.where(mask[..., None, :, None], v, jnp.zeros((), v.dtype))
 
 
 def bend(

@@ -153,11 +153,11 @@ def attend_blocks(
         mask = visible(key[None, None, :], block.position[:, :, None], options.sliding_window)
         mask &= usable[:, None, :] & block.live[:, :, None]
         k, v = gather_chunk(k_pages, v_pages, ids, usable, options)
-        s = jnp.einsum("wkgrd,wkcd->wkgrc", q_heads, k)
+        s = _product("wkgrd,wkcd->wkgrc", q_heads, k)
         distance = key[None, None, :] - block.position[:, :, None]
         s = bend(s, distance[:, None, None], ids, options, (1, kv_heads, groups, 1, 1))
         weights = weigh(state, s, mask[:, None, None], ids, options)
-        return add(state, weights, jnp.einsum("wkgrc,wkcd->wkgrd", weights.p, v))
+        return add(state, weights, _product("wkgrc,wkcd->wkgrd", weights.p, v))
 
     rows = (lanes, kv_heads, groups, block_rows)
     state = jax.lax.fori_loop(first, last, step, empty(rows, head_dim))
@@ -165,6 +165,11 @@ def attend_blocks(
     out, lse = finish(state, sinks)
     out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
     return out, lse.transpose(0, 3, 1, 2).reshape(q.shape[:3])
+
+
+def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """In the type of y, which comes from pages; sums and result are float32."""
+    return jnp.einsum(axes, x.astype(y.dtype), y, preferred_element_type=jnp.float32)
 
 
 def _merge_rows(all_rows: jax.Array, new: jax.Array, live: jax.Array, at: jax.Array) -> jax.Array:

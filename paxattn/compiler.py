@@ -5,13 +5,17 @@ A GPU's programs are compiled as they are.
 
 import contextlib
 import ctypes
+import os
 import time
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from paxattn.llama import ProductForm, linear
 
 # Decode steps are 2-5% faster in vectors of 512 bits than in the 256 that LLVM prefers; where there
 # are none, LLVM takes what there is.
@@ -23,20 +27,36 @@ _LIBRARY: dict[str, Any] = {
 }
 
 
-def options(many_rows: bool, dtype: Any) -> dict[str, Any]:
-    """Compiler options of a program on this backend.
+class Products(NamedTuple):
+    """How a program multiplies by the weights."""
+
+    options: dict[str, Any]  # of the compiler
+    form: ProductForm
+
+
+def _parts() -> int:
+    return 2 if (os.cpu_count() or 1) > 1 else 1
+
+
+_FORMS = {
+    "plain": Products(_VECTORS, ProductForm(columns=False, parts=_parts())),
+    "library": Products(_VECTORS | _LIBRARY, ProductForm(columns=False, parts=_parts())),
+    "columns": Products(_VECTORS, ProductForm(columns=True, parts=_parts())),
+}
+
+
+def products(many_rows: bool, dtype: Any) -> Products:
+    """The fastest form of a program's products on this backend.
 
     Args:
-      many_rows: its products have hundreds of rows (a prefill), not some tens (a decode step). All
-        decode steps get the same options, so that a row's bits do not depend on its batch.
-      dtype: of its products.
+      many_rows: they have hundreds of rows (a prefill), not some tens (a decode step). All decode
+        steps get the same form, so that a row's bits do not depend on its batch. All programs
+        get as many parts, because they share their weights.
+      dtype: of the products.
     """
     if jax.default_backend() != "cpu":
-        return {}
-    rows = 256 if many_rows else 32
-    if jnp.dtype(dtype) == jnp.bfloat16 and _library_is_faster(rows):
-        return _VECTORS | _LIBRARY
-    return _VECTORS
+        return Products({}, ProductForm())
+    return _FORMS[_fastest_form(256 if many_rows else 32, jnp.dtype(dtype).name)]
 
 
 def return_freed_memory() -> None:
@@ -59,36 +79,92 @@ def tied_to_step(params: Any, step: jax.Array) -> Any:
     return jax.lax.optimization_barrier((params, step))[0]
 
 
-# Pairs of runs measured, each beside the other: fewer leave a gain of 1.2 to the machine's noise.
-_PAIRS = 41
+# Runs of every form, each beside the others: fewer leave a gain of 1.2 to the machine's noise.
+_ROUNDS = 41
 
 
 @cache
-def _library_is_faster(rows: int) -> bool:
-    """Whether XLA's optional library fusions multiply bfloat16 faster here: it depends on the CPU.
+def _fastest_form(rows: int, dtype: str) -> str:
+    """Which of `_FORMS` multiplies `rows` rows fastest here: it depends on the CPU.
 
-    Measured, because no table is right for every CPU: without matrix units 1.4 times as fast with
-    256 rows, 1.3 with 32, but 0.8 with 8.
+    Measured, because no table is right for every CPU: in bfloat16 without matrix units the library
+    is 1.4 times as fast with 256 rows, 1.3 with 32, but 0.8 with 8; with matrix units it is slower,
+    and products by columns are 1.4 times as fast with 32 rows, but 0.8 with 512.
     """
-    x = jnp.ones((rows, 1024), jnp.bfloat16)
-    w = jnp.ones((1024, 1024), jnp.bfloat16)
+    names = ["plain"]
+    if dtype == "bfloat16":
+        names.append("library")
+    if rows <= 64 and dtype == "bfloat16" and _columns_keep_bits(dtype):
+        names.append("columns")
+    programs = {}
+    for name in names:
+        try:
+            programs[name] = _product(name, rows, dtype)
+        except Exception:  # a compiler that does not know the option
+            continue
+    gains = _gains(programs) if len(programs) > 1 else {"plain": 1.0}
+    best = max(gains, key=gains.__getitem__)
+    return best if gains[best] > 1.05 else "plain"
 
-    def product(x, w):
-        contract = (((1,), (1,)), ((), ()))
-        return jax.lax.dot_general(x, w, contract, preferred_element_type=jnp.float32)
 
-    lowered = jax.jit(product).lower(x, w)
-    try:
-        programs = [lowered.compile(), lowered.compile(compiler_options=_LIBRARY)]
-    except Exception:  # a compiler that does not know the option
+@cache
+def narrow_attention(dtype: Any) -> bool:
+    """Whether a prefill's attention is faster here with products in the pages' type.
+
+    Measured: with matrix units bfloat16 takes half the time, without them more than float32.
+    """
+    if jax.default_backend() != "cpu" or jnp.dtype(dtype) != jnp.bfloat16:
         return False
-    ratios = []
-    for i in range(_PAIRS + 2):
-        seconds = []
-        for program in programs:
+    q = jnp.ones((12, 96, 64), jnp.bfloat16)  # blocks of queries and of keys, as in a prefill
+    k = jnp.ones((12, 128, 64), jnp.bfloat16)
+
+    def scores(of: Any) -> Callable[[], jax.Array]:
+        def product(q: jax.Array, k: jax.Array) -> jax.Array:
+            q, k = q.astype(of), k.astype(of)
+            return jnp.einsum("wrd,wcd->wrc", q, k, preferred_element_type=jnp.float32)
+
+        return partial(jax.jit(product, compiler_options=_VECTORS), q, k)
+
+    return _gains({"plain": scores(jnp.float32), "narrow": scores(jnp.bfloat16)})["narrow"] > 1.05
+
+
+def _gains(programs: dict[str, Callable[[], jax.Array]]) -> dict[str, float]:
+    """How many times as fast as the plain one each program is."""
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for i in range(_ROUNDS + 2):
+        for name, program in programs.items():
             start = time.perf_counter()
-            jax.block_until_ready(program(x, w))
-            seconds.append(time.perf_counter() - start)
-        if i > 1:
-            ratios.append(seconds[0] / seconds[1])
-    return float(np.median(ratios)) > 1.05
+            jax.block_until_ready(program())
+            if i > 1:
+                seconds[name].append(time.perf_counter() - start)
+    return {
+        name: float(np.median(np.divide(seconds["plain"], times)))
+        for name, times in seconds.items()
+    }
+
+
+def _product(form: str, rows: int, dtype: str) -> Callable[[], jax.Array]:
+    """A compiled chain of products of `rows` rows, or columns, the same numbers whatever `rows`.
+
+    By several kernels, too many for a core's cache, because a model's are not there either.
+    """
+    options, (columns, parts) = _FORMS[form]
+    wide = 1e-3 * jnp.sin(jnp.arange(2**20, dtype=jnp.float32)).reshape(2048, 512)
+    shapes = (wide, wide.T) * (3 if rows <= 64 else 1)
+    kernels = [tuple(jnp.array_split(k.astype(dtype), parts)) for k in shapes]
+    x = jnp.cos(jnp.arange(rows * 512, dtype=jnp.float32)).reshape(rows, 512)
+
+    def multiply(x: jax.Array, kernels: list[tuple[jax.Array, ...]]) -> jax.Array:
+        for kernel in kernels:
+            x = linear(x, kernel, columns=columns)
+        return x
+
+    x = x.T if columns else x
+    program = jax.jit(multiply).lower(x, kernels).compile(compiler_options=options)
+    return partial(program, x, kernels)
+
+
+def _columns_keep_bits(dtype: str) -> bool:
+    """Whether a row's bits are the same in any number of rows, by columns on this CPU."""
+    few, some, many = (np.asarray(_product("columns", rows, dtype)()).T for rows in (8, 32, 64))
+    return np.array_equal(few, many[:8]) and np.array_equal(some, many[:32])

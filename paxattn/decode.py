@@ -95,8 +95,8 @@ def ops_of(memory: Any) -> ModuleType:
     return contiguous if isinstance(memory, contiguous.ReserveMax) else paged
 
 
-def _choose(logits, sampling, generated, choice: Choice) -> Sampled:
-    tokens = sample(logits, sampling, generated, greedy=choice.greedy)
+def _choose(logits, sampling, generated, choice: Choice, columns: bool = False) -> Sampled:
+    tokens = sample(logits, sampling, generated, greedy=choice.greedy, columns=columns)
     if not choice.logprobs:
         return Sampled(tokens, None, None, None)
     return Sampled(tokens, *logprobs_of(logits, tokens, choice.logprobs))
@@ -124,7 +124,9 @@ def _prefill(
         pool = kv_pool.write(pool, layer, k, v, slots)
         pages, first, how = _pages_of(pool, layer, config)
         out = ragged_paged_attention(
-            q, pages, inputs.kv_lens, tables + first, inputs.cu_q_lens, inputs.num_seqs, **how
+            *(q, pages, inputs.kv_lens, tables + first, inputs.cu_q_lens, inputs.num_seqs),
+            narrow_products=compiler.narrow_attention(model.dtype),
+            **how,
         )
         return out, pool
 
@@ -177,6 +179,7 @@ def _mixed(
             chunk_tables + first,
             chunks.cu_q_lens,
             chunks.num_seqs,
+            narrow_products=compiler.narrow_attention(model.dtype),
             **how,
         )
         return jnp.concatenate([decoded, prefilled]), pool
@@ -265,7 +268,7 @@ def _decode(
         logits, pool = decode_logits(
             model, weights, loop.state.pool, loop.tokens, tables, lengths, slots
         )
-        chosen = _choose(logits, sampling, loop.generated, choice)
+        chosen = _choose(logits, sampling, loop.generated, choice, model.form.columns)
         forced = loop.step < inputs.num_forced
         tokens = jnp.where(forced, inputs.forced[:, loop.step], chosen.tokens)
         generated = loop.generated + 1
@@ -344,10 +347,11 @@ class Programs:
 
     def __init__(self, model: Llama):
         self.compiled: dict[str, int] = {}
-        few, many = compiler.options(False, model.dtype), compiler.options(True, model.dtype)
-        self.prefill = self._by_choice("prefill", partial(_prefill, model), many)
-        self.decode = self._by_choice("decode", partial(_decode, model), few)
-        self.mixed = self._by_choice("mixed", partial(_mixed, model), many)
+        many, few = (compiler.products(rows, model.dtype) for rows in (True, False))
+        prompts, steps = (model.clone(form=how.form) for how in (many, few))
+        self.prefill = self._by_choice("prefill", partial(_prefill, prompts), many.options)
+        self.decode = self._by_choice("decode", partial(_decode, steps), few.options)
+        self.mixed = self._by_choice("mixed", partial(_mixed, prompts), many.options)
         self.pages_of = self._jit("swap", swap.pages_of, donate=())
         self.take_pages = self._jit("swap", kv_pool.take_pages, donate=())
         self.swap_in = self._jit("swap", _swap_in, donate=0)

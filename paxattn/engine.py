@@ -17,6 +17,7 @@ from paxattn.capacity import Capacity, plan_capacity
 from paxattn.decode import State
 from paxattn.device_state import DeviceState, Event, Snapshot
 from paxattn.inputs import Prompt, compute_dtype, load_model, parse_prompts
+from paxattn.llama import split
 from paxattn.loop import Loop, StepRecord
 from paxattn.request import RequestOutput
 from paxattn.request import Sequence as Running
@@ -103,7 +104,9 @@ class LLM:
         self.source = loaded.source
         leaves = jax.tree.leaves(loaded.params)
         self.dtype = wanted or jnp.dtype(leaves[0].dtype)
-        self.params = jax.tree.map(lambda x: jnp.asarray(x, self.dtype), loaded.params)
+        parts = compiler.products(False, self.dtype).form.parts
+        params = split(loaded.params, parts)
+        self.params = jax.tree.map(lambda x: jnp.asarray(x, self.dtype), params)
         self.cache = cache
         self.seed = seed
         self.prefix_caching = bool(enable_prefix_caching)
@@ -127,7 +130,7 @@ class LLM:
             self.prefix_caching,
             swap_bytes,
         )
-        del loaded, leaves
+        del loaded, leaves, params
         compiler.return_freed_memory()
         self._requests = 0
         self._caller: object | None = None  # the iterator that is being served

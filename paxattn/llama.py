@@ -9,11 +9,13 @@ F intermediate size, V vocabulary.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from paxattn import rope
 from paxattn.llama_config import LlamaConfig
@@ -25,27 +27,82 @@ Attend = Callable[
 ]
 
 
-def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+class ProductForm(NamedTuple):
+    """How products by the weights are computed, see `linear`."""
+
+    columns: bool = False
+    parts: int = 1  # arrays that each kernel is split into, see `split`
+
+
+def linear(
+    x: jax.Array,
+    kernel: jax.Array | tuple[jax.Array, ...],
+    bias: jax.Array | None = None,
+    columns: bool = False,
+    turn: bool = False,
+) -> jax.Array:
     """x [T, in] times kernel [out, in] transposed, plus bias [out]; float32 [T, out].
+
+    Or, by columns, kernel times x [in, T], plus bias: float32 [out, T]. `turn` goes from rows to
+    columns: x is [T, in] there too. A kernel may be a tuple of parts, one below the other.
 
     Measured facts of XLA's CPU backend live here and nowhere else: a bfloat16 *output* makes it
     convert both operands to float32 at each call, so the product of two bfloat16 comes out in
-    float32; `[out, in]` is 1.3x faster than `[in, out]`; a single row misses the matrix units (100x
-    slower in bfloat16) and sums in another order than two or more rows do, so it is never alone;
-    for some numbers of rows the rounding of x to bfloat16 is optimised away, and bits depend on the
-    batch, unless it is asked for by name.
+    float32; so does an operand or an output that it lays out transposed; `[out, in]` is 1.3x faster
+    than `[in, out]`; a single token misses the matrix units (100x slower in bfloat16), and one or
+    two, or 65, are summed in another order than other numbers of them, so tokens come in eights;
+    for some numbers the rounding of x to bfloat16 is optimised away, and bits depend on the batch,
+    unless it is asked for by name. What stands on the right is repacked at each call, so with few
+    tokens it should be x: by columns, an MLP's two products take 0.8 of the time with 8 to 32
+    tokens in bfloat16 with matrix units. And two products at a time on a core each are faster than
+    one after the other on two: in halves they take 0.8 of the time.
     """
-    rows = x.shape[0]
-    if kernel.dtype.itemsize < 4:
-        info = jnp.finfo(kernel.dtype)
+    kernels = kernel if isinstance(kernel, tuple) else (kernel,)
+    dtype = kernels[0].dtype
+    axis = 1 if columns and not turn else 0  # of the tokens in x
+    tokens = x.shape[axis]
+    if dtype.itemsize < 4:
+        info = jnp.finfo(dtype)
         x = jax.lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
-    x = x.astype(kernel.dtype)
-    if rows == 1:
-        x = jnp.concatenate([x, x])
-    y = jax.lax.dot_general(
-        x, kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )[:rows]
-    return y if bias is None else y + bias.astype(jnp.float32)[None, :]
+    x = x.astype(dtype)
+    margin = ((0, -tokens % 8), (0, 0))
+    x = jnp.pad(x, margin[::-1] if axis else margin)
+    if columns:
+        x = with_layout_constraint(x, Layout((0, 1)))
+        y = jnp.concatenate([_product(k, x, 1 - axis) for k in kernels])[:, :tokens]
+    else:
+        y = jnp.concatenate([_product(x, k, 1) for k in kernels], axis=1)[:tokens]
+    return y if bias is None else y + _beside(bias, columns)
+
+
+def split(params: Any, parts: int) -> Any:
+    """The parameters with each kernel cut along `out` into a tuple of so many NumPy arrays."""
+    if parts == 1:
+        return params
+
+    def cut(path: tuple, x: Any) -> Any:
+        is_kernel = getattr(path[-1], "key", None) == "kernel"
+        return tuple(np.array_split(np.asarray(x), parts)) if is_kernel else x
+
+    return jax.tree_util.tree_map_with_path(cut, params)
+
+
+def _product(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
+    """x [A, C] times y over x's second axis and y's `axis`; float32."""
+    contract = (((1,), (axis,)), ((), ()))
+    return jax.lax.dot_general(x, y, contract, preferred_element_type=jnp.float32)
+
+
+def _beside(features: jax.Array, columns: bool) -> jax.Array:
+    """A number for each feature, float32, to broadcast against tokens in rows or columns."""
+    features = features.astype(jnp.float32)
+    return features[:, None] if columns else features[None, :]
+
+
+def _rows(y: jax.Array, columns: bool) -> jax.Array:
+    """Tokens in rows, [T, out], of a product."""
+    # The barrier keeps XLA from turning the product itself.
+    return jax.lax.optimization_barrier(y).T if columns else y
 
 
 def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -62,21 +119,29 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 class Linear(nn.Module):
-    """`linear` with its parameters: kernel [out, in], and bias [out] if asked."""
+    """`linear` with its parameters: kernel [out, in] or its parts, and bias [out] if asked."""
 
     out_features: int
     in_features: int
     use_bias: bool = False
     dtype: Any = jnp.float32
+    form: ProductForm = ProductForm()
+    turn: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        columns, parts = self.form
         shape = (self.out_features, self.in_features)
-        kernel = self.param("kernel", nn.initializers.normal(0.02), shape, self.dtype)
+
+        def initial(key: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
+            whole = nn.initializers.normal(0.02)(key, shape, self.dtype)
+            return whole if parts == 1 else tuple(jnp.array_split(whole, parts))
+
+        kernel = self.param("kernel", initial)
         bias = None
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, shape[:1], self.dtype)
-        return linear(x, kernel, bias)
+        return linear(x, kernel, bias, columns, self.turn)
 
 
 class RMSNorm(nn.Module):
@@ -84,12 +149,14 @@ class RMSNorm(nn.Module):
 
     eps: float
     dtype: Any = jnp.float32
+    columns: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.dtype)
-        normed = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        return normed * scale.astype(jnp.float32)[None, :]
+        axis = 0 if self.columns else 1
+        scale = self.param("scale", nn.initializers.ones, x.shape[axis : axis + 1], self.dtype)
+        normed = x * jax.lax.rsqrt(jnp.mean(x * x, axis=axis, keepdims=True) + self.eps)
+        return normed * _beside(scale, self.columns)
 
 
 class Attention(nn.Module):
@@ -97,18 +164,21 @@ class Attention(nn.Module):
 
     config: LlamaConfig
     dtype: Any
+    form: ProductForm
 
     def setup(self):
         c = self.config
         size = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-        self.qkv = Linear(size, c.hidden_size, c.attention_bias, self.dtype)
+        self.qkv = Linear(size, c.hidden_size, c.attention_bias, self.dtype, self.form)
         heads = c.num_heads * c.head_dim
-        self.out = Linear(c.hidden_size, heads, c.attention_out_bias, self.dtype)
+        self.out = Linear(
+            c.hidden_size, heads, c.attention_out_bias, self.dtype, self.form, turn=True
+        )
 
     def project(self, x, cos, sin):
         """q [T, H, D], k and v [T, K, D] of x [T, E]."""
         h, k, d = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        qkv = self.qkv(x).reshape(-1, h + 2 * k, d)
+        qkv = _rows(self.qkv(x), self.form.columns).reshape(-1, h + 2 * k, d)
         q, key, value = jnp.split(qkv, (h, h + k), axis=1)
         q, key = rope.rotate(q, cos, sin), rope.rotate(key, cos, sin)
         return q.astype(self.dtype), key.astype(self.dtype), value.astype(self.dtype)
@@ -121,14 +191,16 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     config: LlamaConfig
     dtype: Any
+    form: ProductForm
 
     @nn.compact
     def __call__(self, x):
         c = self.config
         f = c.intermediate_size
-        gate_up = Linear(2 * f, c.hidden_size, c.mlp_bias, self.dtype, name="gate_up")(x)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        return Linear(c.hidden_size, f, c.mlp_bias, self.dtype, name="down")(nn.silu(gate) * up)
+        how = (c.mlp_bias, self.dtype, self.form)
+        gate_up = Linear(2 * f, c.hidden_size, *how, name="gate_up")(x)
+        gate, up = jnp.split(gate_up, 2, axis=0 if self.form.columns else 1)
+        return Linear(c.hidden_size, f, *how, name="down")(nn.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -136,13 +208,14 @@ class Layer(nn.Module):
 
     config: LlamaConfig
     dtype: Any
+    form: ProductForm
 
     def setup(self):
         c = self.config
-        self.attn_norm = RMSNorm(c.rms_norm_eps, self.dtype)
-        self.attention = Attention(c, self.dtype)
-        self.mlp_norm = RMSNorm(c.rms_norm_eps, self.dtype)
-        self.mlp = MLP(c, self.dtype)
+        self.attn_norm = RMSNorm(c.rms_norm_eps, self.dtype, self.form.columns)
+        self.attention = Attention(c, self.dtype, self.form)
+        self.mlp_norm = RMSNorm(c.rms_norm_eps, self.dtype, self.form.columns)
+        self.mlp = MLP(c, self.dtype, self.form)
 
     def project(self, x, cos, sin) -> tuple[jax.Array, jax.Array, jax.Array]:
         return self.attention.project(self.attn_norm(x), cos, sin)
@@ -159,20 +232,24 @@ class Llama(nn.Module):
     [T, E] float32 after the last norm, cache); `apply(..., hidden, method="unembed")` the logits
     [T, V] float32. The residual stream is float32 whatever `dtype` the weights and the cache have.
     Tokens of several sequences may stand in one call: only `attend` knows which belong together.
+    In a form by columns hidden states are [E, T] inside; parameters must be `split` as it says.
     """
 
     config: LlamaConfig
     dtype: Any = jnp.float32
+    form: ProductForm = ProductForm()
 
     def setup(self):
         c = self.config
         self.embed_tokens = nn.Embed(
             c.vocab_size, c.hidden_size, dtype=self.dtype, param_dtype=self.dtype
         )
-        self.layers = [Layer(c, self.dtype) for _ in range(c.num_layers)]
-        self.norm = RMSNorm(c.rms_norm_eps, self.dtype)
+        self.layers = [Layer(c, self.dtype, self.form) for _ in range(c.num_layers)]
+        self.norm = RMSNorm(c.rms_norm_eps, self.dtype, self.form.columns)
         if not c.tie_word_embeddings:
-            self.lm_head = Linear(c.vocab_size, c.hidden_size, False, self.dtype)
+            self.lm_head = Linear(
+                c.vocab_size, c.hidden_size, False, self.dtype, self.form, turn=True
+            )
 
     def __call__(
         self,
@@ -183,17 +260,18 @@ class Llama(nn.Module):
         attend: Attend,
     ) -> tuple[jax.Array, Cache]:
         cos, sin = rope.cos_sin(self.config, positions, context_lens)
-        x = embed(self.embed_tokens.embedding, tokens)
+        x = self.first(tokens)
         for i, layer in enumerate(self.layers):
             q, k, v = layer.project(x, cos, sin)
             attended, cache = attend(i, q, k, v, cache)
             x = layer.finish(x, attended)
-        return self.norm(x), cache
+        return self.last(x), cache
 
     # The same in steps, for `looped`.
 
     def first(self, tokens: jax.Array) -> jax.Array:
-        return embed(self.embed_tokens.embedding, tokens)
+        x = embed(self.embed_tokens.embedding, tokens)
+        return x.T if self.form.columns else x
 
     def project(self, layer: int, x: jax.Array, cos: jax.Array, sin: jax.Array):
         return self.layers[layer].project(x, cos, sin)
@@ -202,13 +280,15 @@ class Llama(nn.Module):
         return self.layers[layer].finish(x, attended)
 
     def last(self, x: jax.Array) -> jax.Array:
-        return self.norm(x)
+        return _rows(self.norm(x), self.form.columns)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Logits [T, V] float32 of hidden states [T, E]."""
         if self.config.tie_word_embeddings:
-            return linear(hidden, self.embed_tokens.embedding)
-        return self.lm_head(hidden)
+            logits = linear(hidden, self.embed_tokens.embedding, None, self.form.columns, turn=True)
+        else:
+            logits = self.lm_head(hidden)
+        return _rows(logits, self.form.columns)
 
     def initialise(self, tokens: jax.Array) -> jax.Array:
         """Touches every parameter, for `init`; tokens [T] int32."""

@@ -52,11 +52,14 @@ def sample(
     generated: jax.Array,  # [B] int32
     *,
     greedy: bool,
+    columns: bool = False,
 ) -> jax.Array:
     """Chooses each row's next token, [B] int32.
 
     generated: how many tokens each request has so far; the draw's position.
     greedy: static; True when the caller knows that every row's temperature is 0.
+    columns: static; True where the logits are the transpose of what was computed, so that XLA need
+      not lay them out anew to find the likeliest tokens (1 ms for 32 rows of 49,152).
     """
     early = jnp.any(generated < sampling.min_tokens)
 
@@ -64,9 +67,16 @@ def sample(
         return _without_early_stop(logits, sampling, generated)
 
     if greedy:  # tokens, not logits, come out of the branches: logits would be copied
-        return jax.lax.cond(early, lambda x: _greedy(masked(x)), _greedy, logits)
+        rows = lambda x: x.T if columns else x  # noqa: E731
+        axis = 0 if columns else 1
+        return jax.lax.cond(
+            early,
+            lambda x: _greedy(masked(rows(x)), 1),
+            lambda x: _greedy(x, axis),
+            rows(logits),
+        )
     logits = jax.lax.cond(early, masked, lambda x: x, logits)
-    best = _greedy(logits)
+    best = _greedy(logits, 1)
     hot = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     scaled = logits / hot[:, None]
     # Unnormalised probabilities in [0, 1]: their bits sort as integers.
@@ -81,20 +91,27 @@ def sample(
     return jnp.where(sampling.temperature > 0, drawn, best)
 
 
-def _greedy(logits) -> jax.Array:
+def _greedy(logits: jax.Array, axis: int) -> jax.Array:
     """The first of the likeliest tokens, [B] int32; some token in a row with a NaN.
 
     One pass for the maximum of each block, which vectorises, then `argmax` of the blocks and inside
     one of them: XLA's CPU backend takes several times as long for an `argmax` of the whole row.
+
+    Args:
+      logits: [B, V], or [V, B].
+      axis: the one of V.
     """
-    rows, vocabulary = logits.shape
+    vocabulary = logits.shape[axis]
     size = math.gcd(vocabulary, _BLOCK)  # no padding, which would copy the logits
-    blocks = logits.reshape(rows, -1, size)
-    best = jnp.max(blocks, axis=-1)  # [B, blocks]
-    top = jnp.max(best, axis=-1, keepdims=True)
-    block = jnp.argmax(~(best < top), axis=-1)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [B, size]
-    return (block * size + jnp.argmax(~(inside < top), axis=-1)).astype(jnp.int32)
+    shape = list(logits.shape)
+    shape[axis : axis + 1] = [vocabulary // size, size]
+    blocks = logits.reshape(shape)
+    best = jnp.max(blocks, axis=axis + 1)
+    top = jnp.max(best, axis=axis, keepdims=True)
+    block = jnp.argmax(~(best < top), axis=axis)  # [B]
+    at = jnp.expand_dims(block, (axis, axis + 1))
+    inside = jnp.take_along_axis(blocks, at, axis=axis).squeeze(axis)
+    return (block * size + jnp.argmax(~(inside < top), axis=axis)).astype(jnp.int32)
 
 
 def logprobs_of(

@@ -1,5 +1,6 @@
 """Attention over pages and the write into them: one body for every implementation and layout."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -107,6 +108,40 @@ def test_ragged(implementation, kv_layout):
     np.testing.assert_allclose(lse, expected_lse, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "uint16"])
+def test_narrow_products_round_to_the_type_of_bfloat16_pages(stored):
+    """And with dirty pages: NaN wherever no token is."""
+    case = dataclasses.replace(RAGGED, kv_dtype="float32" if stored == "float32" else "bfloat16")
+    arrays = build(case, dirty=True)
+    pages = (arrays.k_pages, arrays.v_pages)
+    if stored == "uint16":
+        pages = tuple(x.view(np.uint16) for x in pages)
+    rest = (arrays.lengths, arrays.tables, arrays.cu_q_lens, arrays.num_seqs)
+    wide, narrow = (
+        np.asarray(
+            ragged_paged_attention(
+                arrays.q,
+                in_layout(*pages, "NKDP"),
+                *rest,
+                kv_layout="NKDP",
+                kv_dtype="bfloat16" if stored == "uint16" else None,
+                sliding_window=17,
+                narrow_products=products,
+                implementation="xla",
+            ),
+            np.float64,
+        )
+        for products in (False, True)
+    )
+    expected = oracle(case, arrays)[0]
+    assert compare(wide, expected, 1e-5).status == "pass"
+    error = np.abs(narrow - expected).max() / np.abs(expected).max()
+    if stored == "float32":
+        np.testing.assert_array_equal(narrow, wide)
+    else:  # of q, of the weights: 2^-9 each, relative, and a logit may be several
+        assert 1e-4 < error < 2e-2
+
+
 @pytest.mark.parametrize("kv_layout", ["NPKD", "NKDP"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_uint16_pages_are_bfloat16(implementation, kv_layout):
@@ -186,11 +221,15 @@ def test_decode_rows_are_bit_identical_in_any_batch(kv_layout, stored, window):
         np.testing.assert_array_equal(copies, np.stack([together[row]] * 4), strict=True)
 
 
-@pytest.mark.parametrize("kv_layout", ["NPKD", "NKDP"])
-def test_ragged_rows_are_bit_identical_however_packed_and_chunked(kv_layout):
+@pytest.mark.parametrize(
+    ("kv_layout", "narrow"), [("NPKD", False), ("NKDP", False), ("NKDP", True)]
+)
+def test_ragged_rows_are_bit_identical_however_packed_and_chunked(kv_layout, narrow):
     """One prompt of 200 tokens: whole, in chunks cut anywhere, and behind other sequences."""
     length, padded_rows, batch = 200, 256, 4
-    case = Case("", (length, 150, 70), table_width=16, page_size=16, kv_heads=3, groups=3)
+    dtype = "bfloat16" if narrow else "float32"
+    sizes = dict(table_width=16, page_size=16, kv_heads=3, groups=3)
+    case = Case("", (length, 150, 70), kv_dtype=dtype, **sizes)
     arrays = build(case, dirty=True)
     pages = in_layout(arrays.k_pages, arrays.v_pages, kv_layout)
     rng = np.random.default_rng(3)
@@ -199,7 +238,10 @@ def test_ragged_rows_are_bit_identical_however_packed_and_chunked(kv_layout):
     @jax.jit
     def attend(q, kv_lens, tables, cu, count):
         return ragged_paged_attention(
-            q, pages, kv_lens, tables, cu, count, kv_layout=kv_layout, sm_scale=0.25
+            *(q, pages, kv_lens, tables, cu, count),
+            kv_layout=kv_layout,
+            sm_scale=0.25,
+            narrow_products=narrow,
         )
 
     def packed(parts):

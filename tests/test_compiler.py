@@ -1,6 +1,7 @@
-"""Compiler options are known to the compiler, and only a CPU gets any."""
+"""How products are computed: forms that the compiler knows, chosen by measurement on CPUs."""
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -10,29 +11,33 @@ import pytest
 
 from paxattn import compiler
 from paxattn.batch import row_bucket, row_bucket_below
-from paxattn.llama import linear
+from paxattn.llama import ProductForm, linear
+
+FORMS = sorted(compiler._FORMS)
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_options_compile(monkeypatch, faster):
-    monkeypatch.setattr(compiler, "_library_is_faster", lambda rows: faster)
+@pytest.mark.parametrize("form", FORMS)
+def test_options_compile(monkeypatch, form):
+    monkeypatch.setattr(compiler, "_fastest_form", lambda rows, dtype: form)
     x = jnp.ones((16, 16), jnp.bfloat16)
     for many in (False, True):
-        for dtype in (jnp.float32, jnp.bfloat16):
-            options = compiler.options(many, dtype)
-            assert (len(options) == 2) == (dtype == jnp.bfloat16 and faster)
-            jax.jit(lambda x: x @ x, compiler_options=options)(x)
+        options = compiler.products(many, jnp.bfloat16).options
+        assert (len(options) == 2) == (form == "library")
+        jax.jit(lambda x: x @ x, compiler_options=options)(x)
 
 
 def test_a_gpu_gets_none(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert compiler.options(True, jnp.bfloat16) == {}
+    assert compiler.products(True, jnp.bfloat16) == ({}, ProductForm(columns=False, parts=1))
 
 
-@pytest.mark.parametrize(("seconds", "faster"), [(1.0, True), (1.95, False), (3.0, False)])
-def test_the_library_must_be_clearly_faster(monkeypatch, seconds, faster):
+@pytest.mark.parametrize(
+    ("library", "columns", "fastest"),
+    [(1.0, 2.0, "library"), (1.95, 1.95, "plain"), (3.0, 3.0, "plain"), (1.9, 1.5, "columns")],
+)
+def test_a_form_must_be_clearly_faster(monkeypatch, library, columns, fastest):
     """By a clock on which a plain product takes two seconds."""
-    now, ticks = 0.0, itertools.cycle((0.0, 2.0, 0.0, seconds))  # start, end; plain, library
+    now, ticks = 0.0, itertools.cycle((0.0, 2.0, 0.0, library, 0.0, columns))  # start, end; ...
 
     def clock():
         nonlocal now
@@ -40,22 +45,46 @@ def test_the_library_must_be_clearly_faster(monkeypatch, seconds, faster):
         return now
 
     monkeypatch.setattr(compiler, "time", SimpleNamespace(perf_counter=clock))
-    assert compiler._library_is_faster.__wrapped__(32) == faster
+    monkeypatch.setattr(compiler, "_columns_keep_bits", lambda dtype: True)
+    assert compiler._fastest_form.__wrapped__(32, "bfloat16") == fastest
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_bits_do_not_depend_on_the_batch(monkeypatch, faster):
+def test_columns_are_not_chosen_where_bits_would_depend_on_the_batch(monkeypatch):
+    monkeypatch.setattr(compiler, "_columns_keep_bits", lambda dtype: False)
+    monkeypatch.setattr(compiler, "_ROUNDS", 3)
+    assert compiler._fastest_form.__wrapped__(32, "bfloat16") != "columns"
+    assert compiler._fastest_form.__wrapped__(32, "float32") == "plain"
+
+
+def test_the_check_of_bits_sees_a_difference(monkeypatch):
+    exact = {rows: np.ones((4, rows), np.float32) for rows in (8, 32, 64)}
+    monkeypatch.setattr(compiler, "_product", lambda form, rows, dtype: lambda: exact[rows])
+    assert compiler._columns_keep_bits("bfloat16")
+    exact[32][2, 7] = np.nextafter(np.float32(1), np.float32(2))
+    assert not compiler._columns_keep_bits("bfloat16")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bits_do_not_depend_on_the_batch(form):
     """Shapes for which the library keeps or drops the rounding of x, by the number of rows."""
-    monkeypatch.setattr(compiler, "_library_is_faster", lambda rows: faster)
     rng = np.random.default_rng(0)
-    for dtype in (jnp.float32, jnp.bfloat16):
-        program = jax.jit(linear, compiler_options=compiler.options(False, dtype))
+    options, (columns, parts) = compiler._FORMS[form]
+    for dtype in ("float32", "bfloat16"):
+        if columns and (dtype == "float32" or not compiler._columns_keep_bits(dtype)):
+            continue  # not chosen
+        program = jax.jit(partial(linear, columns=columns), compiler_options=options)
         for out, inside in ((32, 64), (320, 160), (1000, 288)):
             kernel = jnp.asarray(rng.standard_normal((out, inside)), dtype)
+            kernel = tuple(jnp.array_split(kernel, parts))
             x = jnp.asarray(rng.standard_normal((64, inside)), jnp.float32)
-            expected = np.asarray(program(x, kernel))
+
+            def product(rows, x=x, kernel=kernel, program=program):
+                y = program(x[:rows].T if columns else x[:rows], kernel)
+                return np.asarray(y.T if columns else y)
+
+            expected = product(64)
             for rows in (8, 16, 24, 32, 48):
-                np.testing.assert_array_equal(program(x[:rows], kernel), expected[:rows])
+                np.testing.assert_array_equal(product(rows), expected[:rows])
 
 
 def test_the_bucket_below_is_the_next_smaller_one():

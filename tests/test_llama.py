@@ -1,13 +1,15 @@
 """The Flax LLaMA against transformers, over every kind of configuration that it claims."""
 
 import dataclasses
+import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxattn.llama import Llama, init_params, linear
+from paxattn.llama import Llama, ProductForm, init_params, linear, split
 from paxattn.llama_config import LlamaConfig
 
 BASE = {
@@ -93,8 +95,8 @@ def attend_dense(config):
     return attend
 
 
-def logits_of(config, params, tokens):
-    model = Llama(config)
+def logits_of(config, params, tokens, form=ProductForm()):  # noqa: B008
+    model, params = Llama(config, form=form), split(params, form.parts)
     t = jnp.asarray(tokens, jnp.int32)
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     lens = jnp.full(len(tokens), len(tokens), jnp.int32)
@@ -201,6 +203,33 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows():
                 np.testing.assert_array_equal(
                     np.asarray(f(x[7 : 7 + rows], w)), whole[7 : 7 + rows]
                 )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2, 37])
+def test_all_forms_of_products_agree(tied, tokens):
+    """Kernels in parts of unequal sizes, tokens in rows and in columns, biases everywhere."""
+    config = LlamaConfig.from_hf(
+        {**BASE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": tied}
+    )
+    params = randomised(init_params(config, jax.random.key(0)), 1)
+    ids = np.random.default_rng(2).integers(0, 101, tokens)
+    want = logits_of(config, params, ids)
+    assert np.ptp(want) > 1
+    for form in itertools.product((False, True), (1, 2, 3)):
+        got = logits_of(config, params, ids, ProductForm(*form))
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_split_parameters_have_the_structure_that_the_form_asks_for():
+    config = LlamaConfig.from_hf({**BASE, "attention_bias": True})
+    params = init_params(config, jax.random.key(0))
+    assert split(params, 1) is params
+    tokens = jnp.zeros((2,), jnp.int32)
+    model = Llama(config, form=ProductForm(parts=3))
+    wanted = jax.eval_shape(partial(model.init, method="initialise"), jax.random.key(0), tokens)
+    got = jax.tree.map(lambda x: x.shape, split(params, 3))
+    assert got == jax.tree.map(lambda x: x.shape, wanted["params"])
 
 
 def test_bfloat16_logits_are_close_to_float32():

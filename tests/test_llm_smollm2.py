@@ -149,7 +149,7 @@ def test_bfloat16_logits_are_close_to_float32(loaded):
     import jax
     import jax.numpy as jnp
 
-    from paxattn.llama import Llama
+    from paxattn.llama import Llama, ProductForm, split
 
     c = loaded.config
     ids = loaded.tokenizer(PROMPTS[2] + PROMPTS[18])["input_ids"][:64]
@@ -164,13 +164,14 @@ def test_bfloat16_logits_are_close_to_float32(loaded):
         weights = jax.nn.softmax(jnp.where(seen[None], scores, -jnp.inf), axis=-1)
         return jnp.einsum("hqk,khd->qhd", weights, v), cache
 
-    def logits(dtype):
-        params = jax.tree.map(lambda x: x.astype(dtype), loaded.params)
-        net = Llama(c, dtype)
+    def logits(dtype, form=ProductForm()):  # noqa: B008
+        params = jax.tree.map(lambda x: jnp.asarray(x, dtype), split(loaded.params, form.parts))
+        net = Llama(c, dtype, form)
         tokens = jnp.asarray(ids, jnp.int32)
         hidden, _ = net.apply({"params": params}, tokens, at, at + 1, None, attend)
         return np.asarray(net.apply({"params": params}, hidden, method="unembed"), np.float64)
 
-    exact, rounded = logits(jnp.float32), logits(jnp.bfloat16)
-    error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
-    assert 1e-4 < error < 2e-2, error
+    exact = logits(jnp.float32)
+    for form in (ProductForm(), ProductForm(columns=True, parts=2)):
+        error = np.linalg.norm(logits(jnp.bfloat16, form) - exact) / np.linalg.norm(exact)
+        assert 1e-4 < error < 2e-2, (form, error)
