@@ -113,7 +113,13 @@ def _table_rows(memory: Any, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _prefill(
-    model: Llama, choice: Choice, params, state: State, inputs: PrefillInputs, sampling
+    model: Llama,
+    narrow: bool,  # see `compiler.narrow_attention`
+    choice: Choice,
+    params,
+    state: State,
+    inputs: PrefillInputs,
+    sampling,
 ) -> tuple[State, Sampled]:
     config = model.config
     pool, memory, _ = state
@@ -125,7 +131,7 @@ def _prefill(
         pages, first, how = _pages_of(pool, layer, config)
         out = ragged_paged_attention(
             *(q, pages, inputs.kv_lens, tables + first, inputs.cu_q_lens, inputs.num_seqs),
-            narrow_products=compiler.narrow_attention(model.dtype),
+            narrow_products=narrow,
             **how,
         )
         return out, pool
@@ -139,6 +145,7 @@ def _prefill(
 
 def _mixed(
     model: Llama,
+    narrow: bool,
     choice: Choice,
     params,
     state: State,
@@ -179,7 +186,7 @@ def _mixed(
             chunk_tables + first,
             chunks.cu_q_lens,
             chunks.num_seqs,
-            narrow_products=compiler.narrow_attention(model.dtype),
+            narrow_products=narrow,
             **how,
         )
         return jnp.concatenate([decoded, prefilled]), pool
@@ -348,10 +355,11 @@ class Programs:
     def __init__(self, model: Llama):
         self.compiled: dict[str, int] = {}
         many, few = (compiler.products(rows, model.dtype) for rows in (True, False))
+        narrow = compiler.narrow_attention(model.dtype)
         prompts, steps = (model.clone(form=how.form) for how in (many, few))
-        self.prefill = self._by_choice("prefill", partial(_prefill, prompts), many.options)
+        self.prefill = self._by_choice("prefill", partial(_prefill, prompts, narrow), many.options)
         self.decode = self._by_choice("decode", partial(_decode, steps), few.options)
-        self.mixed = self._by_choice("mixed", partial(_mixed, prompts), many.options)
+        self.mixed = self._by_choice("mixed", partial(_mixed, prompts, narrow), many.options)
         self.pages_of = self._jit("swap", swap.pages_of, donate=())
         self.take_pages = self._jit("swap", kv_pool.take_pages, donate=())
         self.swap_in = self._jit("swap", _swap_in, donate=0)
