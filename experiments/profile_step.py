@@ -177,7 +177,7 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
     from paxattn import compiler, contiguous, kv_pool, memory
     from paxattn.batch import sampling_arrays
     from paxattn.decode import decode_logits
-    from paxattn.llama import Llama
+    from paxattn.llama import Llama, looped
     from paxattn.sampling import sample
 
     c = config
@@ -207,7 +207,7 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
         logits, pool = decode_logits(
             net, params, pool, tokens, state.block_tables, state.lengths, slots
         )
-        return pool, jnp.argmax(logits, axis=-1)
+        return pool, choose(logits)
 
     def whole_program(ops, num_pages, state):
         f = jit(partial(whole, ops), donate_argnums=1)
@@ -245,11 +245,21 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
 
     def dense(params, tokens, lengths):
         attend = lambda layer, q, k, v, cache: (q, cache)  # noqa: E731
-        return net.apply({"params": params}, tokens, lengths, lengths, None, attend)[0]
+        run = partial(looped, net, params)
+        if not (pool.stacked and c.has_one_window):
+            run = partial(net.apply, {"params": params})
+        return run(tokens, lengths, lengths, None, attend)[0]
 
-    unembed = jit(lambda p, x: net.apply({"params": p}, x, method="unembed"))
+    def as_computed(logits):  # where products are by columns, so that nothing is turned
+        return logits.T if how.form.columns else logits
+
+    def choose(logits):
+        return sample(logits, sampling, zero, greedy=True, columns=how.form.columns)
+
+    unembed = jit(lambda p, x: as_computed(net.apply({"params": p}, x, method="unembed")))
     hidden = jnp.asarray(rng.normal(size=(batch, c.hidden_size)), jnp.float32)
-    logits = unembed(params, hidden)
+    computed = unembed(params, hidden)
+    logits = jnp.copy(as_computed(computed))
     sampling = sampling_arrays([], batch)
     hot = sampling._replace(temperature=jnp.ones(batch, jnp.float32))
     zero = jnp.zeros(batch, jnp.int32)
@@ -259,7 +269,7 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
         "unembedding": (unembed, params, hidden),
         "attention": (jit(attention), pool, q, grown.block_tables, grown.lengths),
         "allocation": (jit(memory.append), paged_memory(size), jnp.ones(batch, bool)),
-        "greedy choice": (jit(partial(sample, greedy=True)), logits, sampling, zero),
+        "greedy choice": (jit(lambda x: choose(as_computed(x))), computed),
         "sampling": (jit(partial(sample, greedy=False)), logits, hot, zero),
     }
     programs = {name: partial(f, *xs) for name, (f, *xs) in jitted.items()}

@@ -91,18 +91,15 @@ def _fastest_form(rows: int, dtype: str) -> str:
     is 1.4 times as fast with 256 rows, 1.3 with 32, but 0.8 with 8; with matrix units it is slower,
     and products by columns are 1.4 times as fast with 32 rows, but 0.8 with 512.
     """
-    names = ["plain"]
-    if dtype == "bfloat16":
-        names.append("library")
-    if rows <= 64 and dtype == "bfloat16" and _columns_keep_bits(dtype):
-        names.append("columns")
-    programs = {}
-    for name in names:
-        try:
-            programs[name] = _product(name, rows, dtype)
-        except Exception:  # a compiler that does not know the option
+    if dtype != "bfloat16":
+        return "plain"
+    programs: dict[str, Callable[[], jax.Array]] = {}
+    for name in ("plain", "library", "columns"):
+        if name == "columns" and (rows > 64 or not _columns_keep_bits(dtype)):
             continue
-    gains = _gains(programs) if len(programs) > 1 else {"plain": 1.0}
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # a compiler without the option
+            programs[name] = _product(name, rows, dtype)
+    gains = _gains(programs)
     best = max(gains, key=gains.__getitem__)
     return best if gains[best] > 1.05 else "plain"
 
@@ -125,18 +122,22 @@ def narrow_attention(dtype: Any) -> bool:
 
         return partial(jax.jit(product, compiler_options=_VECTORS), q, k)
 
-    return _gains({"plain": scores(jnp.float32), "narrow": scores(jnp.bfloat16)})["narrow"] > 1.05
+    gains = _gains({"plain": scores(jnp.float32), "narrow": scores(jnp.bfloat16)})
+    return gains.get("narrow", 0.0) > 1.05
 
 
 def _gains(programs: dict[str, Callable[[], jax.Array]]) -> dict[str, float]:
-    """How many times as fast as the plain one each program is."""
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for i in range(_ROUNDS + 2):
-        for name, program in programs.items():
-            start = time.perf_counter()
+    """How many times as fast as the plain one each program is; those that cannot run are left out."""
+    seconds: dict[str, list[float]] = {}
+    for name, program in programs.items():
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # types that this CPU cannot multiply
             jax.block_until_ready(program())
-            if i > 1:
-                seconds[name].append(time.perf_counter() - start)
+            seconds[name] = []
+    for _ in range(_ROUNDS):
+        for name, times in seconds.items():
+            start = time.perf_counter()
+            jax.block_until_ready(programs[name]())
+            times.append(time.perf_counter() - start)
     return {
         name: float(np.median(np.divide(seconds["plain"], times)))
         for name, times in seconds.items()
@@ -166,5 +167,8 @@ def _product(form: str, rows: int, dtype: str) -> Callable[[], jax.Array]:
 
 def _columns_keep_bits(dtype: str) -> bool:
     """Whether a row's bits are the same in any number of rows, by columns on this CPU."""
-    few, some, many = (np.asarray(_product("columns", rows, dtype)()).T for rows in (8, 32, 64))
+    try:
+        few, some, many = (np.asarray(_product("columns", n, dtype)()).T for n in (8, 32, 64))
+    except jax.errors.JaxRuntimeError:  # it cannot multiply so
+        return False
     return np.array_equal(few, many[:8]) and np.array_equal(some, many[:32])

@@ -1,6 +1,7 @@
 """Strict numerics for every test, and the reasons for which a test is skipped."""
 
 import atexit
+import os
 import shutil
 import tempfile
 
@@ -10,10 +11,14 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Engines of one test run have many programs in common: each process compiles them once.
-_programs = tempfile.mkdtemp(prefix="paxattn-tests-")
-atexit.register(shutil.rmtree, _programs, ignore_errors=True)
-jax.config.update("jax_compilation_cache_dir", _programs)
+# Engines of one test run have many programs in common: whichever process needs one first compiles
+# it. A cache of limited size is one that jax locks; the first process, whose children the others
+# are, removes it.
+if "PAXATTN_TEST_PROGRAMS" not in os.environ:
+    os.environ["PAXATTN_TEST_PROGRAMS"] = tempfile.mkdtemp(prefix="paxattn-tests-")
+    atexit.register(shutil.rmtree, os.environ["PAXATTN_TEST_PROGRAMS"], ignore_errors=True)
+jax.config.update("jax_compilation_cache_dir", os.environ["PAXATTN_TEST_PROGRAMS"])
+jax.config.update("jax_compilation_cache_max_size", 2**33)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 

@@ -56,6 +56,25 @@ def test_columns_are_not_chosen_where_bits_would_depend_on_the_batch(monkeypatch
     assert compiler._fastest_form.__wrapped__(32, "float32") == "plain"
 
 
+def test_a_form_that_cannot_run_is_not_chosen(monkeypatch):
+    def product(form, rows, dtype):
+        if form == "library":
+            raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: No such compile option")
+
+        def run():
+            if form == "columns":
+                raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: BF16 x BF16 = F32")
+            return jnp.zeros(1)
+
+        return run
+
+    monkeypatch.setattr(compiler, "_product", product)
+    assert compiler._fastest_form.__wrapped__(32, "bfloat16") == "plain"
+    assert not compiler._columns_keep_bits("bfloat16")
+    monkeypatch.setattr(compiler, "_columns_keep_bits", lambda dtype: True)
+    assert compiler._fastest_form.__wrapped__(32, "bfloat16") == "plain"
+
+
 def test_the_check_of_bits_sees_a_difference(monkeypatch):
     exact = {rows: np.ones((4, rows), np.float32) for rows in (8, 32, 64)}
     monkeypatch.setattr(compiler, "_product", lambda form, rows, dtype: lambda: exact[rows])
