@@ -5,7 +5,11 @@ A GPU's programs are compiled as they are.
 
 import contextlib
 import ctypes
+import hashlib
+import json
 import os
+import pathlib
+import platform
 import time
 from collections.abc import Callable
 from functools import cache, partial
@@ -56,7 +60,18 @@ def products(many_rows: bool, dtype: Any) -> Products:
     """
     if jax.default_backend() != "cpu":
         return Products({}, ProductForm())
-    return _FORMS[_fastest_form(256 if many_rows else 32, jnp.dtype(dtype).name)]
+    rows, name = 256 if many_rows else 32, jnp.dtype(dtype).name
+    if name != "bfloat16":
+        return _FORMS["plain"]
+    measure = partial(_fastest_form, rows)
+    return _FORMS[_remembered(f"fastest form of {rows} rows in bfloat16", measure, tuple(_FORMS))]
+
+
+def narrow_attention(dtype: Any) -> bool:
+    """Whether a prefill's attention is faster on this backend with products in the pages' type."""
+    if jax.default_backend() != "cpu" or jnp.dtype(dtype) != jnp.bfloat16:
+        return False
+    return _remembered("narrow attention", _narrow_attention_is_faster, (True, False))
 
 
 def return_freed_memory() -> None:
@@ -84,34 +99,69 @@ _ROUNDS = 41
 
 
 @cache
-def _fastest_form(rows: int, dtype: str) -> str:
-    """Which of `_FORMS` multiplies `rows` rows fastest here: it depends on the CPU.
+def _cpu() -> str:
+    """What tells one kind of CPU from another."""
+    told = f"{platform.machine()} {platform.processor()} {os.cpu_count()}"
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        kind = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+        told += hashlib.sha256("".join(sorted(kind)).encode()).hexdigest()
+    return told
 
-    Measured, because no table is right for every CPU: in bfloat16 without matrix units the library
-    is 1.4 times as fast with 256 rows, 1.3 with 32, but 0.8 with 8; with matrix units it is slower,
-    and products by columns are 1.4 times as fast with 32 rows, but 0.8 with 512.
+
+def _cache_folder() -> str | None:
+    return jax.config.values["jax_compilation_cache_dir"]
+
+
+def _remembered(question: str, measure: Callable[[], Any], answers: tuple[Any, ...]) -> Any:
+    """What was measured here once, one of `answers`: kept beside the compiled programs.
+
+    So a process need not measure again, and all of them compute the same bits.
     """
-    if dtype != "bfloat16":
-        return "plain"
+    folder = _cache_folder()
+    if folder is None or "://" in folder:
+        return measure()
+    path = os.path.join(folder, "measured.json")
+    key = f"{question}; jax {jax.__version__}; {_cpu()}"
+    known: Any = None
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+        known = json.load(file)
+    if not isinstance(known, dict):
+        known = {}
+    if known.get(key) in answers:
+        return known[key]
+    known[key] = measure()
+    draft = f"{path}.{os.getpid()}"
+    with contextlib.suppress(OSError):  # a folder that cannot be written
+        os.makedirs(folder, exist_ok=True)
+        try:
+            pathlib.Path(draft).write_text(json.dumps(known, indent=1), encoding="utf-8")
+            os.replace(draft, path)
+        finally:
+            pathlib.Path(draft).unlink(missing_ok=True)
+    return known[key]
+
+
+def _fastest_form(rows: int) -> str:
+    """Which of `_FORMS` multiplies `rows` rows of bfloat16 fastest here: it depends on the CPU.
+
+    Measured, because no table is right for every CPU: without matrix units the library is 1.4 times
+    as fast with 256 rows, 1.3 with 32, but 0.8 with 8; with matrix units it is slower, and products
+    by columns are 1.2 times as fast with 32 rows. In float32 the plain form is always among the
+    fastest.
+    """
     programs: dict[str, Callable[[], jax.Array]] = {}
-    for name in ("plain", "library", "columns"):
-        if name == "columns" and (rows > 64 or not _columns_keep_bits(dtype)):
+    for name in _FORMS:
+        if name == "columns" and (rows > 64 or not _columns_keep_bits()):
             continue
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # a compiler without the option
-            programs[name] = _product(name, rows, dtype)
+            programs[name] = _product(name, rows)
     gains = _gains(programs)
     best = max(gains, key=gains.__getitem__)
     return best if gains[best] > 1.05 else "plain"
 
 
-@cache
-def narrow_attention(dtype: Any) -> bool:
-    """Whether a prefill's attention is faster here with products in the pages' type.
-
-    Measured: with matrix units bfloat16 takes half the time, without them more than float32.
-    """
-    if jax.default_backend() != "cpu" or jnp.dtype(dtype) != jnp.bfloat16:
-        return False
+def _narrow_attention_is_faster() -> bool:
+    """Measured: with matrix units it takes half the time, without them more than in float32."""
     q = jnp.ones((12, 96, 64), jnp.bfloat16)  # blocks of queries and of keys, as in a prefill
     k = jnp.ones((12, 128, 64), jnp.bfloat16)
 
@@ -144,7 +194,7 @@ def _gains(programs: dict[str, Callable[[], jax.Array]]) -> dict[str, float]:
     }
 
 
-def _product(form: str, rows: int, dtype: str) -> Callable[[], jax.Array]:
+def _product(form: str, rows: int) -> Callable[[], jax.Array]:
     """A compiled chain of products of `rows` rows, or columns, the same numbers whatever `rows`.
 
     By several kernels, too many for a core's cache, because a model's are not there either.
@@ -152,7 +202,7 @@ def _product(form: str, rows: int, dtype: str) -> Callable[[], jax.Array]:
     options, (columns, parts) = _FORMS[form]
     wide = 1e-3 * jnp.sin(jnp.arange(2**20, dtype=jnp.float32)).reshape(2048, 512)
     shapes = (wide, wide.T) * (3 if rows <= 64 else 1)
-    kernels = [tuple(jnp.array_split(k.astype(dtype), parts)) for k in shapes]
+    kernels = [tuple(jnp.array_split(k.astype(jnp.bfloat16), parts)) for k in shapes]
     x = jnp.cos(jnp.arange(rows * 512, dtype=jnp.float32)).reshape(rows, 512)
 
     def multiply(x: jax.Array, kernels: list[tuple[jax.Array, ...]]) -> jax.Array:
@@ -165,10 +215,10 @@ def _product(form: str, rows: int, dtype: str) -> Callable[[], jax.Array]:
     return partial(program, x, kernels)
 
 
-def _columns_keep_bits(dtype: str) -> bool:
+def _columns_keep_bits() -> bool:
     """Whether a row's bits are the same in any number of rows, by columns on this CPU."""
     try:
-        few, some, many = (np.asarray(_product("columns", n, dtype)()).T for n in (8, 32, 64))
+        few, some, many = (np.asarray(_product("columns", n)()).T for n in (8, 32, 64))
     except jax.errors.JaxRuntimeError:  # it cannot multiply so
         return False
     return np.array_equal(few, many[:8]) and np.array_equal(some, many[:32])
