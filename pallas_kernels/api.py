@@ -224,7 +224,7 @@ def ragged_paged_attention(
       kv_layout, kv_dtype, sinks, alibi_slopes, return_lse, implementation: As `paged_attention`.
       narrow_products: With bfloat16 pages, whether "xla" may multiply in bfloat16, as the kernels
         for GPUs do: queries and softmax weights are rounded to it, sums stay float32. Faster on
-        CPUs with matrix units, slower on others.
+        CPUs with matrix units, slower on others. Gradients are computed without this rounding.
 
     Returns:
       [T, H, D] in q's dtype, zeros past the last sequence; with `return_lse` also [T, H] float32.

@@ -172,14 +172,16 @@ def _group(
             product = _sum(_weighted_values(p, keep, v_all, c, (row, at[c])) for c in range(pages))
         else:
             every = slice(None)
-            product = _weighted_values(p, keep, v_all, every, (column, row, at)).sum(axis=0)
+            products = _weighted_values(p, keep, v_all, every, (column, row, at))
+            product = _sum(products[c] for c in range(pages))
         return Softmax(state.out * shrink[..., None] + product, top, total)
 
     state = empty((width, kv_heads, groups), head_dim)
     # By slot, so that a chunk is added in vectors.
     state = state._replace(total=jnp.zeros((*state.total.shape, size), jnp.float32))
     state = jax.lax.fori_loop(first, last, step, state)
-    return state._replace(total=jnp.sum(state.total, axis=-1))
+    # Term by term: XLA sums an axis in an order that depends on the batch.
+    return state._replace(total=_sum(state.total[..., j] for j in range(size)))
 
 
 def _weighted_values(

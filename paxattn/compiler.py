@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import platform
+import tempfile
 import time
 from collections.abc import Callable
 from functools import cache, partial
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 
 from paxattn.llama import ProductForm, linear
@@ -38,14 +40,18 @@ class Products(NamedTuple):
     form: ProductForm
 
 
-def _parts() -> int:
-    return 2 if (os.cpu_count() or 1) > 1 else 1
+def _cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
+_PARTS = min(2, _cores())
 _FORMS = {
-    "plain": Products(_VECTORS, ProductForm(columns=False, parts=_parts())),
-    "library": Products(_VECTORS | _LIBRARY, ProductForm(columns=False, parts=_parts())),
-    "columns": Products(_VECTORS, ProductForm(columns=True, parts=_parts())),
+    "plain": Products(_VECTORS, ProductForm(columns=False, parts=_PARTS)),
+    "library": Products(_VECTORS | _LIBRARY, ProductForm(columns=False, parts=_PARTS)),
+    "columns": Products(_VECTORS, ProductForm(columns=True, parts=_PARTS)),
 }
 
 
@@ -99,46 +105,77 @@ _ROUNDS = 41
 
 
 @cache
-def _cpu() -> str:
-    """What tells one kind of CPU from another."""
-    told = f"{platform.machine()} {platform.processor()} {os.cpu_count()}"
+def _surroundings() -> str:
+    """What an answer depends on: the kind of CPU, XLA, and how this module asks."""
+    told = [platform.machine(), platform.processor(), str(_cores())]
+    told += [jaxlib.__version__, os.environ.get("XLA_FLAGS", ""), repr(_FORMS)]
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        kind = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-        told += hashlib.sha256("".join(sorted(kind)).encode()).hexdigest()
-    return told
+        named = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+        told += sorted({line for line in lines if line.startswith(named)})
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
 
 def _cache_folder() -> str | None:
     return jax.config.values["jax_compilation_cache_dir"]
 
 
-def _remembered(question: str, measure: Callable[[], Any], answers: tuple[Any, ...]) -> Any:
-    """What was measured here once, one of `answers`: kept beside the compiled programs.
+_answers: dict[tuple[str | None, str], Any] = {}  # of this process
 
-    So a process need not measure again, and all of them compute the same bits.
+
+def _remembered(question: str, measure: Callable[[], Any], answers: tuple[Any, ...]) -> Any:
+    """What was measured here once, one of `answers`.
+
+    Once in a process, and kept in a file beside the compiled programs, so that other processes need
+    not measure and compute the same bits. Of several that measure at once the first answer holds.
     """
     folder = _cache_folder()
-    if folder is None or "://" in folder:
-        return measure()
-    path = os.path.join(folder, "measured.json")
-    key = f"{question}; jax {jax.__version__}; {_cpu()}"
-    known: Any = None
-    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
-        known = json.load(file)
-    if not isinstance(known, dict):
-        known = {}
-    if known.get(key) in answers:
-        return known[key]
-    known[key] = measure()
-    draft = f"{path}.{os.getpid()}"
-    with contextlib.suppress(OSError):  # a folder that cannot be written
-        os.makedirs(folder, exist_ok=True)
+    if not folder or "://" in folder:
+        folder = None
+    if (folder, question) not in _answers:
+        kept = None
+        if folder is not None:
+            name = f"measured-{question.replace(' ', '-')}-{_surroundings()[:16]}.json"
+            kept = pathlib.Path(folder) / name
+        answer = _read(kept, answers)
+        if answer is None:
+            answer = measure()
+            _write_once(kept, answer)
+            first = _read(kept, answers)
+            answer = answer if first is None else first
+        _answers[folder, question] = answer
+    return _answers[folder, question]
+
+
+def _read(kept: pathlib.Path | None, answers: tuple[Any, ...]) -> Any:
+    """The answer in a file, None where there is none of `answers`."""
+    if kept is None:
+        return None
+    try:
+        found = json.loads(kept.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        found = None
+    if found in answers:
+        return found
+    with contextlib.suppress(OSError):
+        kept.unlink()  # of no use to anybody
+    return None
+
+
+def _write_once(kept: pathlib.Path | None, answer: Any) -> None:
+    """Writes an answer whole, unless another process was first or the folder cannot be written."""
+    if kept is None:
+        return
+    with contextlib.suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(prefix=kept.name, dir=kept.parent)
         try:
-            pathlib.Path(draft).write_text(json.dumps(known, indent=1), encoding="utf-8")
-            os.replace(draft, path)
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(answer, file)
+            os.link(draft, kept)
         finally:
-            pathlib.Path(draft).unlink(missing_ok=True)
-    return known[key]
+            os.unlink(draft)
 
 
 def _fastest_form(rows: int) -> str:
@@ -156,8 +193,8 @@ def _fastest_form(rows: int) -> str:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # a compiler without the option
             programs[name] = _product(name, rows)
     gains = _gains(programs)
-    best = max(gains, key=gains.__getitem__)
-    return best if gains[best] > 1.05 else "plain"
+    best = max(gains, key=gains.__getitem__, default="plain")
+    return best if gains.get(best, 0.0) > 1.05 else "plain"
 
 
 def _narrow_attention_is_faster() -> bool:
@@ -183,6 +220,8 @@ def _gains(programs: dict[str, Callable[[], jax.Array]]) -> dict[str, float]:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # types that this CPU cannot multiply
             jax.block_until_ready(program())
             seconds[name] = []
+    if "plain" not in seconds:  # then whoever compiles it is told why
+        return {}
     for _ in range(_ROUNDS):
         for name, times in seconds.items():
             start = time.perf_counter()
@@ -195,22 +234,22 @@ def _gains(programs: dict[str, Callable[[], jax.Array]]) -> dict[str, float]:
 
 
 def _product(form: str, rows: int) -> Callable[[], jax.Array]:
-    """A compiled chain of products of `rows` rows, or columns, the same numbers whatever `rows`.
+    """A compiled chain of products of `rows` rows, the same numbers whatever `rows`; [rows, 512].
 
     By several kernels, too many for a core's cache, because a model's are not there either.
     """
     options, (columns, parts) = _FORMS[form]
     wide = 1e-3 * jnp.sin(jnp.arange(2**20, dtype=jnp.float32)).reshape(2048, 512)
-    shapes = (wide, wide.T) * (3 if rows <= 64 else 1)
+    shapes = (wide, wide.T) * (3 if rows <= 96 else 1)
     kernels = [tuple(jnp.array_split(k.astype(jnp.bfloat16), parts)) for k in shapes]
     x = jnp.cos(jnp.arange(rows * 512, dtype=jnp.float32)).reshape(rows, 512)
 
     def multiply(x: jax.Array, kernels: list[tuple[jax.Array, ...]]) -> jax.Array:
-        for kernel in kernels:
+        x = linear(x, kernels[0], columns=columns, turn=True)
+        for kernel in kernels[1:]:
             x = linear(x, kernel, columns=columns)
-        return x
+        return jax.lax.optimization_barrier(x).T if columns else x
 
-    x = x.T if columns else x
     program = jax.jit(multiply).lower(x, kernels).compile(compiler_options=options)
     return partial(program, x, kernels)
 
@@ -218,7 +257,8 @@ def _product(form: str, rows: int) -> Callable[[], jax.Array]:
 def _columns_keep_bits() -> bool:
     """Whether a row's bits are the same in any number of rows, by columns on this CPU."""
     try:
-        few, some, many = (np.asarray(_product("columns", n)()).T for n in (8, 32, 64))
+        most = np.asarray(_product("columns", 96)())
+        some = {rows: np.asarray(_product("columns", rows)()) for rows in (8, 16, 32, 48)}
     except jax.errors.JaxRuntimeError:  # it cannot multiply so
         return False
-    return np.array_equal(few, many[:8]) and np.array_equal(some, many[:32])
+    return all(np.array_equal(y, most[:rows]) for rows, y in some.items())

@@ -222,6 +222,50 @@ def test_decode_rows_are_bit_identical_in_any_batch(kv_layout, stored, window):
 
 
 @pytest.mark.parametrize(
+    ("page_size", "kv_heads", "groups", "head_dim", "stored"),
+    [
+        (16, 8, 4, 64, "uint16"),
+        (16, 2, 2, 128, "float32"),
+        (32, 3, 3, 64, "float32"),
+        (64, 1, 4, 32, "uint16"),
+        (4, 2, 1, 16, "float32"),
+    ],
+)
+def test_decode_rows_are_bit_identical_in_batches_of_all_sizes(
+    page_size, kv_heads, groups, head_dim, stored
+):
+    """Rows are taken in groups whose size depends on the batch's."""
+    rng = np.random.default_rng(0)
+    pages = -(-150 // page_size)
+    k, v = (
+        rng.standard_normal((8 * pages + 1, kv_heads, *axes)).astype(np.float32)
+        for axes in ((head_dim, page_size), (page_size, head_dim))
+    )
+    if stored == "uint16":
+        k, v = (
+            jax.lax.bitcast_convert_type(jnp.asarray(x, jnp.bfloat16), jnp.uint16) for x in (k, v)
+        )
+    q = rng.standard_normal((8, kv_heads * groups, head_dim)).astype(np.float32)
+    tables = rng.permutation(np.arange(1, 8 * pages + 1)).reshape(8, pages).astype(np.int32)
+    lengths = np.array([150, 3, 0, 77, 64, 1, 129, 100], np.int32)
+
+    def attend(batch):
+        repeated = (np.tile(x, (batch // 8, *(1,) * (x.ndim - 1))) for x in (q, tables, lengths))
+        q_, tables_, lengths_ = repeated
+        return paged_attention(
+            *(q_, k, v, tables_, lengths_),
+            kv_layout="NKDP",
+            kv_dtype="bfloat16" if stored == "uint16" else None,
+            return_lse=True,
+        )
+
+    few = attend(8)
+    for batch in (16, 32):
+        for one, many in zip(few, attend(batch), strict=True):
+            np.testing.assert_array_equal(many, np.concatenate([one] * (batch // 8)), strict=True)
+
+
+@pytest.mark.parametrize(
     ("kv_layout", "narrow"), [("NPKD", False), ("NKDP", False), ("NKDP", True)]
 )
 def test_ragged_rows_are_bit_identical_however_packed_and_chunked(kv_layout, narrow):

@@ -157,6 +157,7 @@ def test_decoding_holds_no_second_weights(monkeypatch, form):
     """Narrow weights must not be converted before the loop, nor the embedding in it."""
     monkeypatch.setattr(compiler, "_fastest_form", lambda rows: form)
     monkeypatch.setattr(compiler, "_cache_folder", lambda: None)
+    monkeypatch.setattr(compiler, "_answers", {})
     sizes = dict(hidden_size=256, intermediate_size=1024, vocab_size=4096)
     config = replace(tiny.CONFIG, tie_word_embeddings=True, **sizes)
     llm = engine(tiny.model(config), dtype="bfloat16")
