@@ -56,18 +56,17 @@ def options(parser) -> None:
 
 
 def run(args) -> None:
-    import jax
     import jax.numpy as jnp
 
     from convert import load
-    from paxattn import compiler
+    from paxattn import compiler, huge_pages
     from paxattn.llama import split
 
     model = load(args.model, args.dtype, progress=True)
     model = first_layers(model, args.layers or (4 if args.quick else model.config.num_layers))
     dtype = jnp.dtype(args.dtype)
     parts = compiler.products(False, dtype).form.parts
-    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), split(model.params, parts))
+    params = huge_pages.copied(split(model.params, parts), dtype)
     rounds = args.rounds or (3 if args.quick else 15)
     limits = machine(dtype)
     steps = [
@@ -129,7 +128,7 @@ def machine(dtype) -> dict[str, float]:
     import jax
     import jax.numpy as jnp
 
-    from paxattn import compiler
+    from paxattn import compiler, huge_pages
 
     size = 2**29 // 4  # half a gigabyte, beyond the largest caches
     n = 2048
@@ -151,7 +150,7 @@ def machine(dtype) -> dict[str, float]:
     }
     # XLA reduces on one thread, but updates in place on all: what it reads meanwhile is counted.
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
-    held = [jnp.ones(size, jnp.int32)]
+    held = [huge_pages.backed(jnp.zeros(size, jnp.int32))]
 
     def update():
         held[0] = add(held[0])
@@ -174,7 +173,7 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
     import jax.numpy as jnp
 
     from pallas_kernels import paged_attention
-    from paxattn import compiler, contiguous, kv_pool, memory
+    from paxattn import compiler, contiguous, huge_pages, kv_pool, memory
     from paxattn.batch import sampling_arrays
     from paxattn.decode import decode_logits
     from paxattn.llama import Llama, looped
@@ -191,7 +190,8 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
     lengths = jnp.full(batch, context - 1, jnp.int32)
 
     def pool_of(num_pages: int):
-        return kv_pool.init(c.num_layers, num_pages, PAGE, c.num_kv_heads, c.head_dim, dtype)
+        pool = kv_pool.init(c.num_layers, num_pages, PAGE, c.num_kv_heads, c.head_dim, dtype)
+        return huge_pages.backed(pool)
 
     def paged_memory(num_pages: int):
         empty = memory.init(num_pages, batch, pages, PAGE)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxattn import contiguous, kv_pool, prefix_cache, time_travel
+from paxattn import contiguous, huge_pages, kv_pool, prefix_cache, time_travel
 from paxattn import memory as paged
 from paxattn.capacity import Capacity
 from paxattn.decode import MAX_STEPS, Programs, State
@@ -88,10 +88,11 @@ class DeviceState:
         """An empty pool, an empty memory and nobody in it."""
         c, plan = self.config, self.capacity
         ops = contiguous if self.reserved else paged
+        pool = kv_pool.init(
+            c.num_layers, plan.num_pages, plan.page_size, c.num_kv_heads, c.head_dim, self.dtype
+        )
         self.state = State(
-            kv_pool.init(
-                c.num_layers, plan.num_pages, plan.page_size, c.num_kv_heads, c.head_dim, self.dtype
-            ),
+            huge_pages.backed(pool),
             ops.init(plan.num_pages, plan.max_rows, plan.pages_per_seq, plan.page_size),
             prefix_cache.init(plan.num_pages, plan.page_size) if self.prefix_caching else None,
         )

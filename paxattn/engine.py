@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxattn import beam_search, compiler, completion
+from paxattn import beam_search, compiler, completion, huge_pages
 from paxattn.batch import PREFILL_BUCKETS, row_bucket
 from paxattn.beam_search import BeamSearchParams
 from paxattn.capacity import Capacity, plan_capacity
@@ -105,8 +105,7 @@ class LLM:
         leaves = jax.tree.leaves(loaded.params)
         self.dtype = wanted or jnp.dtype(leaves[0].dtype)
         parts = compiler.products(False, self.dtype).form.parts
-        params = split(loaded.params, parts)
-        self.params = jax.tree.map(lambda x: jnp.asarray(x, self.dtype), params)
+        self.params = huge_pages.copied(split(loaded.params, parts), self.dtype)
         self.cache = cache
         self.seed = seed
         self.prefix_caching = bool(enable_prefix_caching)
@@ -130,7 +129,7 @@ class LLM:
             self.prefix_caching,
             swap_bytes,
         )
-        del loaded, leaves, params
+        del loaded, leaves
         compiler.return_freed_memory()
         self._requests = 0
         self._caller: object | None = None  # the iterator that is being served
