@@ -2,8 +2,8 @@
 
 Each part is a compiled program of its own on the model's real sizes: the dense layers, the
 unembedding, attention over pages, the KV write, page allocation and sampling; beside them the whole
-step, the whole step on the traditional (contiguous) cache, and one on a pool ten times larger. All
-programs take turns, round after round, so a change of the machine's mood meets all of them alike.
+step, the whole step on the traditional (contiguous) cache, one on a pool ten times larger, and one
+with weights and pool in the system's usual pages of memory instead of huge ones. All programs take turns, round after round, so a change of the machine's mood meets all of them alike.
 Parts overlap and fuse in the whole step, so their sum need not be its time.
 
 The floor of a part is max(bytes / bandwidth, operations / peak), both measured in the same run:
@@ -19,7 +19,8 @@ JSON keys (DIR/profile_step.json):
                               temporary_bytes
     paged_over_contiguous     whole step on pages / on the contiguous cache, median of the rounds
     pool_10x                  whole step on a pool ten times larger / on its own pool
-    *_cpu                     both again in CPU time, which other processes disturb less
+    usual_pages               whole step in usual pages of memory / in huge pages
+    *_cpu                     the first two again in CPU time, which other processes disturb less
     allocation_share          page allocation / whole step
   allocator                 an append and release of 256 sequences: ms with 1k and with 1M pages,
                             and `ratio`
@@ -190,8 +191,7 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
     lengths = jnp.full(batch, context - 1, jnp.int32)
 
     def pool_of(num_pages: int):
-        pool = kv_pool.init(c.num_layers, num_pages, PAGE, c.num_kv_heads, c.head_dim, dtype)
-        return huge_pages.backed(pool)
+        return kv_pool.init(c.num_layers, num_pages, PAGE, c.num_kv_heads, c.head_dim, dtype)
 
     def paged_memory(num_pages: int):
         empty = memory.init(num_pages, batch, pages, PAGE)
@@ -209,9 +209,9 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
         )
         return pool, choose(logits)
 
-    def whole_program(ops, num_pages, state):
+    def whole_program(ops, state, pool, weights=params):
         f = jit(partial(whole, ops), donate_argnums=1)
-        return in_place(f, params, pool_of(num_pages), state, tokens)
+        return in_place(f, weights, pool, state, tokens)
 
     size = batch * pages + 1
     grown = jax.tree.map(jnp.copy, memory.append(paged_memory(size), jnp.ones(batch, bool))[0])
@@ -263,7 +263,7 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
     sampling = sampling_arrays([], batch)
     hot = sampling._replace(temperature=jnp.ones(batch, jnp.float32))
     zero = jnp.zeros(batch, jnp.int32)
-    pool = pool_of(size)
+    pool = huge_pages.backed(pool_of(size))
     jitted: dict[str, tuple] = {
         "dense layers": (jit(dense), params, tokens, lengths),
         "unembedding": (unembed, params, hidden),
@@ -277,13 +277,21 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
         name: f.lower(*xs).compile().memory_analysis().temp_size_in_bytes
         for name, (f, *xs) in jitted.items()
     }
-    programs["KV write"] = in_place(jit(write, donate_argnums=0), pool_of(size), kv, slots)
-    programs["whole step"] = whole_program(memory, size, paged_memory(size))
+    programs["KV write"] = in_place(
+        jit(write, donate_argnums=0), huge_pages.backed(pool_of(size)), kv, slots
+    )
+    whole_step = partial(whole_program, memory, paged_memory(size))
+    programs["whole step"] = whole_step(huge_pages.backed(pool_of(size)))
+    programs["whole step, usual pages"] = whole_step(pool_of(size), jax.tree.map(jnp.copy, params))
     reserved = contiguous.init(size, batch, pages, PAGE)
     reserved = contiguous.reserve(reserved, lengths)[0]
-    programs["whole step, contiguous"] = whole_program(contiguous, size, reserved)
+    programs["whole step, contiguous"] = whole_program(
+        contiguous, reserved, huge_pages.backed(pool_of(size))
+    )
     large = 10 * size
-    programs["whole step, 10x pool"] = whole_program(memory, large, paged_memory(large))
+    programs["whole step, 10x pool"] = whole_program(
+        memory, paged_memory(large), huge_pages.backed(pool_of(large))
+    )
     times = take_turns(programs, rounds)
 
     floors = floor_seconds(c, dtype, batch, context, params, limits)
@@ -309,6 +317,7 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
         "paged_over_contiguous": over("whole step", "whole step, contiguous", 0),
         "paged_over_contiguous_cpu": over("whole step", "whole step, contiguous", 1),
         "pool_10x": over("whole step, 10x pool", "whole step", 0),
+        "usual_pages": over("whole step, usual pages", "whole step", 0),
         "pool_10x_cpu": over("whole step, 10x pool", "whole step", 1),
         "allocation_share": float(
             np.median(times["allocation"][:, 0]) / np.median(times["whole step"][:, 0])
@@ -436,7 +445,8 @@ def describe(step: dict) -> str:
     return (
         f"{table}\npaged / contiguous {step['paged_over_contiguous']:.3f} (CPU time "
         f"{step['paged_over_contiguous_cpu']:.3f}); pool 10x larger {step['pool_10x']:.3f} "
-        f"({step['pool_10x_cpu']:.3f}); allocation {step['allocation_share']:.2%} of the step"
+        f"({step['pool_10x_cpu']:.3f}); usual pages {step['usual_pages']:.3f}; "
+        f"allocation {step['allocation_share']:.2%} of the step"
     )
 
 
