@@ -492,7 +492,7 @@ def draw(args, result: dict) -> Path:
         title=f"A decode step of {result['config']['model']} in {result['config']['dtype']}",
     )
     axis.grid(visible=False, axis="x")
-    axis.legend(loc="upper left")
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return common.write_figure(args, figure)
 
 
