@@ -109,7 +109,9 @@ def test_cpu_time_of_a_process_grows_and_is_part_of_the_machines(tmp_path):
         np.linalg.svd(np.ones((50, 50)))
     after = bench.cpu_seconds()
     assert after[0] - before[0] >= 0.15
-    assert after[1] - before[1] >= after[0] - before[0]
+    # A tick (1/100 s) of room: the counts are large sums in floating point, and the kernel corrects
+    # its idle time in hindsight.
+    assert after[1] - before[1] >= after[0] - before[0] - 0.015
 
 
 def test_a_system_that_cannot_start_says_why():
