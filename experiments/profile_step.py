@@ -1,10 +1,15 @@
 """Where a decode step's time goes, part by part, against what the machine could do at best.
 
-Each part is a compiled program of its own on the model's real sizes: the dense layers, the
-unembedding, attention over pages, the KV write, page allocation and sampling; beside them the whole
-step, the whole step on the traditional (contiguous) cache, one on a pool ten times larger, and one
-with weights and pool in the system's usual pages of memory instead of huge ones. All programs take turns, round after round, so a change of the machine's mood meets all of them alike.
-Parts overlap and fuse in the whole step, so their sum need not be its time.
+Each part but one is a compiled program of its own on the model's real sizes: the dense layers, the
+unembedding, attention over pages, the KV write and sampling; beside them the whole step, the whole
+step on the traditional (contiguous) cache, two on a pool ten times larger (the sequences in its
+first tenth; their pages scattered all over it), and one with weights and pool in the system's usual
+pages of memory instead of huge ones. All programs take turns, round after round, so a change of the
+machine's mood meets all of them alike. Parts overlap and fuse in the whole step, so their sum need
+not be its time.
+
+Page allocation is measured inside the whole step, as the sum of its operations in a trace: as a
+program of its own it would take less time than it takes to start a program.
 
 The floor of a part is max(bytes / bandwidth, operations / peak), both measured in the same run:
 bandwidth of reading by an update in place of a large array, peak by a large matrix product in the
@@ -16,12 +21,14 @@ JSON keys (DIR/profile_step.json):
   steps                     one object for each batch size and context:
     batch, context
     parts                     by name: median_ms, cpu_ms (CPU time of all threads), floor_ms, ratio,
-                              temporary_bytes
+                              temporary_bytes; of "allocation" only median_ms
     paged_over_contiguous     whole step on pages / on the contiguous cache, median of the rounds
     pool_10x                  whole step on a pool ten times larger / on its own pool
+    pool_10x_scattered        the same where the sequences' pages lie all over the large pool
     usual_pages               whole step in usual pages of memory / in huge pages
-    *_cpu                     the first two again in CPU time, which other processes disturb less
-    allocation_share          page allocation / whole step
+    *_cpu                     the first three again in CPU time, which other processes disturb less
+    allocation_share          page allocation / whole step, both inside the traced steps; null
+                              where a trace does not name operations
   allocator                 an append and release of 256 sequences: ms with 1k and with 1M pages,
                             and `ratio`
   host                      `LLM.generate` on 8 requests: share of its time outside the programs
@@ -30,6 +37,8 @@ JSON keys (DIR/profile_step.json):
 from __future__ import annotations
 
 import os
+import re
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,6 +50,8 @@ import common
 import numpy as np
 
 PAGE = 16
+ALLOCATION = "allocation"
+BEFORE = "whole step, not looked at"
 
 
 def options(parser) -> None:
@@ -193,17 +204,18 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
     def pool_of(num_pages: int):
         return kv_pool.init(c.num_layers, num_pages, PAGE, c.num_kv_heads, c.head_dim, dtype)
 
-    def paged_memory(num_pages: int):
+    def paged_memory(num_pages: int, among: int):
+        """The sequences in pages 1 .. among - 1, in no order, as after a while of serving."""
         empty = memory.init(num_pages, batch, pages, PAGE)
-        # Scattered pages, as after a while of serving.
-        order = np.asarray(empty.allocator.free_list).copy()
-        rng.shuffle(order[: num_pages - 1])
+        order = np.asarray(empty.allocator.free_list).copy()  # taken from its end, which is low
+        rng.shuffle(order[num_pages - among : num_pages - 1])
         allocator = empty.allocator._replace(free_list=jnp.asarray(order))
         state = replace(empty, allocator=allocator)
         return memory.reserve(state, lengths)[0]
 
     def whole(ops, params, pool, state, tokens):
-        state, slots, _ = ops.append(state, jnp.ones(batch, bool))
+        with jax.named_scope(ALLOCATION):
+            state, slots, _ = ops.append(state, jnp.ones(batch, bool))
         logits, pool = decode_logits(
             net, params, pool, tokens, state.block_tables, state.lengths, slots
         )
@@ -211,10 +223,10 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
 
     def whole_program(ops, state, pool, weights=params):
         f = jit(partial(whole, ops), donate_argnums=1)
-        return in_place(f, weights, pool, state, tokens)
+        return InPlace(f, weights, pool, state, tokens)
 
     size = batch * pages + 1
-    grown = jax.tree.map(jnp.copy, memory.append(paged_memory(size), jnp.ones(batch, bool))[0])
+    grown = memory.append(paged_memory(size, size), jnp.ones(batch, bool))[0]
     slots = memory.slot_mapping(grown, jnp.arange(batch, dtype=jnp.int32), lengths)
     q = jnp.asarray(rng.normal(size=(batch, c.num_heads, c.head_dim)), dtype)
     kv = jnp.asarray(rng.normal(size=(batch, c.num_kv_heads, c.head_dim)), dtype)
@@ -268,7 +280,6 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
         "dense layers": (jit(dense), params, tokens, lengths),
         "unembedding": (unembed, params, hidden),
         "attention": (jit(attention), pool, q, grown.block_tables, grown.lengths),
-        "allocation": (jit(memory.append), paged_memory(size), jnp.ones(batch, bool)),
         "greedy choice": (jit(lambda x: choose(as_computed(x))), computed),
         "sampling": (jit(partial(sample, greedy=False)), logits, hot, zero),
     }
@@ -277,22 +288,31 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
         name: f.lower(*xs).compile().memory_analysis().temp_size_in_bytes
         for name, (f, *xs) in jitted.items()
     }
-    programs["KV write"] = in_place(
+    programs["KV write"] = InPlace(
         jit(write, donate_argnums=0), huge_pages.backed(pool_of(size)), kv, slots
     )
-    whole_step = partial(whole_program, memory, paged_memory(size))
-    programs["whole step"] = whole_step(huge_pages.backed(pool_of(size)))
-    programs["whole step, usual pages"] = whole_step(pool_of(size), jax.tree.map(jnp.copy, params))
+    of_size = paged_memory(size, size)
     reserved = contiguous.init(size, batch, pages, PAGE)
     reserved = contiguous.reserve(reserved, lengths)[0]
-    programs["whole step, contiguous"] = whole_program(
-        contiguous, reserved, huge_pages.backed(pool_of(size))
-    )
+    on_own, on_reserved = (huge_pages.backed(pool_of(size)) for _ in range(2))
     large = 10 * size
-    programs["whole step, 10x pool"] = whole_program(
-        memory, paged_memory(large), huge_pages.backed(pool_of(large))
+    on_large, on_scattered = (huge_pages.backed(pool_of(large)) for _ in range(2))
+    scattered = whole_program(memory, paged_memory(large, large), on_scattered)
+    # Not looked at: so that a whole step goes before each of those that are compared.
+    programs[BEFORE] = scattered
+    programs["whole step"] = whole_program(memory, of_size, on_own)
+    programs["whole step, contiguous"] = whole_program(contiguous, reserved, on_reserved)
+    programs["whole step, 10x pool"] = whole_program(memory, paged_memory(large, size), on_large)
+    programs["whole step, 10x pool, scattered"] = scattered
+    usual_params = jax.tree.map(jnp.copy, params)
+    programs["whole step, usual pages"] = whole_program(
+        memory, of_size, pool_of(size), usual_params
     )
+    for name, program in programs.items():
+        if isinstance(program, InPlace):
+            temporaries[name] = program.program.memory_analysis().temp_size_in_bytes
     times = take_turns(programs, rounds)
+    del times[BEFORE]
 
     floors = floor_seconds(c, dtype, batch, context, params, limits)
     parts = {}
@@ -306,6 +326,8 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
             "ratio": None if floor is None else median / floor,
             "temporary_bytes": temporaries.get(name),
         }
+    allocation, share = traced(programs["whole step"], ALLOCATION, rounds)
+    parts[ALLOCATION] = dict.fromkeys(parts["whole step"]) | {"median_ms": allocation}
 
     def over(name: str, other: str, column: int) -> float:
         return float(np.median(times[name][:, column] / times[other][:, column]))
@@ -317,29 +339,57 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
         "paged_over_contiguous": over("whole step", "whole step, contiguous", 0),
         "paged_over_contiguous_cpu": over("whole step", "whole step, contiguous", 1),
         "pool_10x": over("whole step, 10x pool", "whole step", 0),
-        "usual_pages": over("whole step, usual pages", "whole step", 0),
         "pool_10x_cpu": over("whole step, 10x pool", "whole step", 1),
-        "allocation_share": float(
-            np.median(times["allocation"][:, 0]) / np.median(times["whole step"][:, 0])
-        ),
+        "pool_10x_scattered": over("whole step, 10x pool, scattered", "whole step", 0),
+        "pool_10x_scattered_cpu": over("whole step, 10x pool, scattered", "whole step", 1),
+        "usual_pages": over("whole step, usual pages", "whole step", 0),
+        "allocation_share": share,
     }
 
 
-def in_place(f, *arguments) -> Callable[[], Any]:
+class InPlace:
     """A program whose donated pool comes back as its first result, ready for the next call.
 
     The pool is the only KVPool among the arguments.
     """
-    from paxattn.kv_pool import KVPool
 
-    held = list(arguments)
-    at = next(i for i, x in enumerate(held) if isinstance(x, KVPool))
+    def __init__(self, f, *arguments):
+        from paxattn.kv_pool import KVPool
 
-    def call():
-        held[at], rest = f(*held)
-        return held[at], rest
+        self.held = list(arguments)
+        self.at = next(i for i, x in enumerate(arguments) if isinstance(x, KVPool))
+        self.program = f.lower(*arguments).compile()
 
-    return call
+    def __call__(self):
+        self.held[self.at], rest = self.program(*self.held)
+        return self.held[self.at], rest
+
+
+def traced(step: InPlace, scope: str, rounds: int) -> tuple[float | None, float | None]:
+    """Milliseconds of one scope's operations in a step, and their share of the whole program.
+
+    Medians of `rounds` traced steps; None where the trace does not name the operations. What is
+    fused counts where the fused kernel's result belongs.
+    """
+    import jax
+
+    entry = step.program.as_text().partition("\nENTRY ")[2]
+    lines = [line for line in entry.splitlines() if f"/{scope}/" in line]
+    names = {re.sub(r"^\s*(ROOT )?%?", "", line).partition(" ")[0] for line in lines}
+    own, whole = [], []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                began = time.perf_counter()
+                jax.block_until_ready(step())
+                whole.append(1e3 * (time.perf_counter() - began))
+            (path,) = Path(folder).rglob("*.xplane.pb")
+            planes = jax.profiler.ProfileData.from_file(str(path)).planes
+            events = [e for plane in planes for line in plane.lines for e in line.events]
+        own.append(1e-6 * sum(e.duration_ns for e in events if e.name in names))
+    if not all(own):
+        return None, None
+    return float(np.median(own)), float(np.median(np.divide(own, whole)))
 
 
 def floor_seconds(c, dtype, batch, context, params, limits) -> dict[str, float]:
@@ -442,11 +492,13 @@ def describe(step: dict) -> str:
     table = common.table(
         headers, rows, f"{step['batch']} sequences of {step['context']} tokens, one step"
     )
+    share = "unknown" if step["allocation_share"] is None else f"{step['allocation_share']:.2%}"
     return (
         f"{table}\npaged / contiguous {step['paged_over_contiguous']:.3f} (CPU time "
         f"{step['paged_over_contiguous_cpu']:.3f}); pool 10x larger {step['pool_10x']:.3f} "
-        f"({step['pool_10x_cpu']:.3f}); usual pages {step['usual_pages']:.3f}; "
-        f"allocation {step['allocation_share']:.2%} of the step"
+        f"({step['pool_10x_cpu']:.3f}), pages all over it {step['pool_10x_scattered']:.3f} "
+        f"({step['pool_10x_scattered_cpu']:.3f}); usual pages {step['usual_pages']:.3f}; "
+        f"allocation {share} of the step"
     )
 
 

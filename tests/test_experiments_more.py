@@ -44,6 +44,32 @@ def trace_file(tmp_path, text):
     return str(path)
 
 
+# --- profile_step -----------------------------------------------------------------------------
+
+
+def test_a_part_is_found_in_the_trace_of_a_step():
+    import jax
+    import jax.numpy as jnp
+    import profile_step
+
+    from paxattn import kv_pool
+
+    def step(pool, x):
+        with jax.named_scope("small"):
+            y = jnp.sort(x[0, :4])
+        with jax.named_scope("large"):
+            y = jnp.sort(x @ x, axis=0) + y[0]
+        return pool, y
+
+    f = jax.jit(step, donate_argnums=0)
+    program = profile_step.InPlace(f, kv_pool.init(1, 4, 8, 1, 4), jnp.ones((300, 300)))
+    small, of_small = profile_step.traced(program, "small", 3)
+    large, of_large = profile_step.traced(program, "large", 3)
+    assert 0 < small < large
+    assert 0 < of_small < of_large < 1
+    assert profile_step.traced(program, "absent", 1) == (None, None)
+
+
 # --- kv_size ----------------------------------------------------------------------------------
 
 
