@@ -48,7 +48,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: not readable as JSON ({error}); fetch it again") from None
     if not isinstance(value, dict):
         raise BadCheckpoint(f"{path}: expected a JSON object, got {type(value).__name__}")
@@ -143,7 +143,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         return files, index
     if (folder / SINGLE).is_file():
         return [folder / SINGLE], None
-    others = sorted(p.name for p in folder.glob("*.safetensors"))
+    others = sorted(p.name for p in folder.glob("*.safetensors") if p.is_file())
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
     if pickles and not others:
         raise BadCheckpoint(
@@ -162,7 +162,7 @@ def _read_header(file: Path) -> dict[str, Entry]:
         with open(file, "rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(size))
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise BadCheckpoint(
             f"{file}: not a readable safetensors file ({error}); was the download cut short?"
         ) from None

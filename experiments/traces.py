@@ -38,6 +38,7 @@ Count = Callable[[list[str]], list[int]]
 """Texts to their numbers of tokens."""
 
 _MAX_TOKENS = 2**31 - 1
+_LATEST = 1e15  # seconds or milliseconds: later than any clock
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,6 +257,8 @@ def _objects(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
             value, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
             _bad(path, error.lineno, f"not JSON ({error.msg}, column {error.colno})")
+        except (ValueError, RecursionError) as error:  # a number or a nesting beyond all use
+            _bad(path, line, f"not readable as JSON ({error})")
         if not isinstance(value, dict):
             _bad(path, line, f"expected a JSON object, got {type(value).__name__}")
         yield line, value
@@ -313,6 +316,10 @@ def first_turns(path: Path, line: int, item: Mapping[str, Any]) -> tuple[str, st
     for turn in turns[:2]:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
             _bad(path, line, f'expected a turn {{"from": .., "value": text}}, got {turn!s:.60}')
+        try:
+            turn["value"].encode()
+        except UnicodeEncodeError as error:
+            _bad(path, line, f"a turn is no valid Unicode ({error.reason})")
     if len(turns) < 2 or turns[0].get("from") not in ("human", "user"):
         return None
     if turns[1].get("from") not in ("gpt", "assistant", "chatgpt", "bing", "bard"):
@@ -356,12 +363,15 @@ def _read_csv(path: Path, text: str) -> Trace:
     start = next((i for i, s in enumerate(lines) if s.strip() and not s.startswith("#")), None)
     if start is None:
         raise ValueError(f"{path}: the trace is empty")
-    header = [name.strip() for name in next(csv.reader([lines[start]]))]
+    header = [name.strip() for name in _cells(path, start + 1, lines[start])]
     kind = next((k for k, (p, o, _) in _TABLES.items() if p in header and o in header), None)
     if kind is None:
         wanted = "; ".join(f"{p},{o} ({k})" for k, (p, o, _) in _TABLES.items())
         _bad(path, start + 1, f"expected a header with the columns {wanted}; got {header!s:.80}")
     prompt_name, output_name, time_name = _TABLES[kind]
+    for name in _TABLES[kind]:
+        if header.count(name) > 1:
+            _bad(path, start + 1, f"the column {name} is there {header.count(name)} times")
     prompt_at, output_at = header.index(prompt_name), header.index(output_name)
     time_at = header.index(time_name) if time_name in header else None
     if time_at is None and kind != "table":
@@ -371,7 +381,7 @@ def _read_csv(path: Path, text: str) -> Trace:
     for line, raw in enumerate(lines[start + 1 :], start + 2):
         if not raw.strip() or raw.startswith("#"):
             continue
-        cells = next(csv.reader([raw])) if '"' in raw else raw.split(",")
+        cells = _cells(path, line, raw) if '"' in raw else raw.split(",")
         if len(cells) != len(header):
             _bad(path, line, f"expected {len(header)} columns, got {len(cells)}: {raw[:60]!r}")
         prompt = _tokens(path, line, prompt_name, cells[prompt_at])
@@ -382,6 +392,13 @@ def _read_csv(path: Path, text: str) -> Trace:
     return _trace(rows, f"{label} {path.name}")
 
 
+def _cells(path: Path, line: int, raw: str) -> list[str]:
+    try:
+        return next(csv.reader([raw]))
+    except csv.Error as error:
+        _bad(path, line, f"not readable as CSV ({error})")
+
+
 def _tokens(path: Path, line: int, name: str, value: Any) -> int:
     """A number of tokens: a whole number from 0 that int32 holds."""
     number: int | None = None
@@ -390,10 +407,10 @@ def _tokens(path: Path, line: int, name: str, value: Any) -> int:
     elif isinstance(value, str):
         try:
             number = int(value)
-        except ValueError:  # some tables write 12.0
+        except ValueError:  # some tables write 12.0; and no number has 4,300 digits
             number = int(float(value)) if _whole(value) else None
     if number is None or not 0 <= number <= _MAX_TOKENS:
-        _bad(path, line, f"{name} must be a whole number of tokens from 0, got {value!r}")
+        _bad(path, line, f"{name} must be a whole number of tokens from 0, got {value!r:.60}")
     return number
 
 
@@ -409,8 +426,8 @@ def _number(path: Path, line: int, name: str, value: Any) -> float:
         number = math.nan if isinstance(value, bool) or value is None else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
-        _bad(path, line, f"{name} must be a number, got {value!r}")
+    if not abs(number) <= _LATEST:
+        _bad(path, line, f"{name} must be a number up to {_LATEST:g}, got {value!r:.60}")
     return number
 
 

@@ -128,9 +128,10 @@ def paged_attention(
     (1, 2, 4)
     """
     del debug
-    q, k_pages, block_tables = jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(block_tables)
+    q, k_pages = jnp.asarray(q), jnp.asarray(k_pages)
+    block_tables = validate.indices("block_tables", block_tables)
     v_pages = None if v_pages is None else jnp.asarray(v_pages)
-    lengths = None if lengths is None else jnp.asarray(lengths)
+    lengths = None if lengths is None else validate.indices("lengths", lengths)
     geo, kv_dtype = validate.check_pages(k_pages, v_pages, kv_layout, kv_dtype)
     validate.check_query(q, geo, "[B, H, D], one token a sequence")
     validate.check_not_swapped(block_tables, lengths, q.shape[0])
@@ -236,8 +237,10 @@ def ragged_paged_attention(
     """
     del vmem_limit_bytes
     k_pages, v_pages = _split_pages(kv_pages, kv_layout)
-    q, kv_lens, page_indices = jnp.asarray(q), jnp.asarray(kv_lens), jnp.asarray(page_indices)
-    cu_q_lens, num_seqs = jnp.asarray(cu_q_lens), jnp.asarray(num_seqs)
+    q, kv_lens = jnp.asarray(q), validate.indices("kv_lens", kv_lens)
+    page_indices = validate.indices("page_indices", page_indices)
+    cu_q_lens = validate.indices("cu_q_lens", cu_q_lens)
+    num_seqs = validate.indices("num_seqs", num_seqs)
     geo, kv_dtype = validate.check_pages(k_pages, v_pages, kv_layout, kv_dtype)
     validate.check_query(q, geo, "[T, H, D], the packed tokens")
     validate.check_ragged(kv_lens, page_indices, cu_q_lens, num_seqs)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.options import KVLayout
-from pallas_kernels.validate import check_append
+from pallas_kernels.validate import check_append, indices
 
 
 def append_kv(
@@ -47,7 +47,8 @@ def append_kv(
     >>> float(k[2, 1].sum()), float(k[1:].sum())
     (4.0, 4.0)
     """
-    k_pages, k, v, slots = (jnp.asarray(x) for x in (k_pages, k, v, slots))
+    k_pages, k, v = (jnp.asarray(x) for x in (k_pages, k, v))
+    slots = indices("slots", slots)
     v_pages = None if v_pages is None else jnp.asarray(v_pages)
     geo = check_append(k_pages, v_pages, k, v, slots, kv_layout, kv_dtype)
     if slots.shape[0] == 1:

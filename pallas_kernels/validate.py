@@ -15,6 +15,7 @@ from pallas_kernels.options import AttentionOptions
 
 IMPLEMENTATIONS = ("auto", "pallas", "xla", "reference", "interpret")
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 QUANTISED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -22,6 +23,24 @@ def require(condition: bool, message: str) -> None:
     """Raises ValueError(message) unless `condition`."""
     if not condition:
         raise ValueError(message)
+
+
+def indices(name: str, value: Any) -> jax.Array:
+    """An index array as a jax.Array, where no value would change on the way.
+
+    JAX keeps the low 32 bits of the 64 that NumPy and lists have.
+    """
+    if not isinstance(value, jax.Array):
+        array = np.asarray(value)
+        if array.dtype.kind in "iu" and array.size:
+            least, most = int(array.min()), int(array.max())
+            wrong = least if least < -(2**31) else most
+            require(
+                -(2**31) <= wrong < 2**31,
+                f"{name} holds {wrong}, which int32 cannot: {name} must be int32.",
+            )
+        value = array
+    return jnp.asarray(value)
 
 
 def check_pages(
@@ -190,8 +209,8 @@ def _sm_scale(value: Any) -> float | jax.Array:
         )
         return jnp.asarray(value).reshape(()).astype(jnp.float32)
     require(
-        isinstance(value, int | float) and math.isfinite(value),
-        f"sm_scale must be a finite number or a scalar array; got {value!r}.",
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST,
+        f"sm_scale must be a finite number that float32 holds, or a scalar array; got {value!r}.",
     )
     return float(value)
 
@@ -208,12 +227,15 @@ def _static(name: str, value: Any) -> Any:
 def _static_number(name: str, value: Any) -> float | None:
     if value is None:
         return None
-    number = float(_static(name, value))
     require(
-        math.isfinite(number) and number > 0,
-        f"{name} must be a positive number, or None for no {name}; got {value!r}.",
+        jnp.size(_static(name, value)) == 1
+        and not isinstance(value, bool | np.bool_)
+        and _LEAST <= abs(value) <= _MOST
+        and value > 0,
+        f"{name} must be a positive number that float32 holds, or None for no {name}; got "
+        f"{value!r}.",
     )
-    return number
+    return float(value)
 
 
 def _window(value: Any) -> int | None:
@@ -225,7 +247,19 @@ def _window(value: Any) -> int | None:
         "sliding_window is how many tokens a query sees, itself included: an integer >= 1, or "
         f"None for all; got {value!r}.",
     )
-    return int(value)
+    # Beyond int32, in which positions are counted, it is as wide as none.
+    return int(value) if int(value) < 2**31 else None
+
+
+def _known_finite(name: str, array: jax.Array, least: float = -_MOST) -> None:
+    """Refuses NaN, infinity and numbers below `least` where the values are at hand."""
+    if isinstance(array, jax.core.Tracer):
+        return
+    values = np.asarray(array, np.float32).reshape(-1)
+    wrong = values[~((values >= least) & (values <= _MOST))]
+    require(
+        not wrong.size, f"{name} must hold finite numbers; got {wrong[0] if wrong.size else 0}."
+    )
 
 
 def _per_head(name: str, value: Any, num_heads: int) -> jax.Array | None:
@@ -237,7 +271,10 @@ def _per_head(name: str, value: Any, num_heads: int) -> jax.Array | None:
         f"{name} must be [H] = [{num_heads}] floating point, one a query head; got "
         f"{array.dtype}{list(array.shape)}.",
     )
-    return array.astype(jnp.float32)
+    array = array.astype(jnp.float32)
+    # A sink of -inf is none.
+    _known_finite(name, array, -math.inf if name == "sinks" else -_MOST)
+    return array
 
 
 def _kv_scale(name: str, value: Any, geo: Geometry, kv_layout: str) -> jax.Array | None:
@@ -255,7 +292,11 @@ def _kv_scale(name: str, value: Any, geo: Geometry, kv_layout: str) -> jax.Array
         f'{list(per_token)} (the pages\' axes without D in kv_layout="{kv_layout}"); got '
         f"{list(array.shape)}.",
     )
-    return array.astype(jnp.float32) if array.ndim < 2 else array
+    if array.ndim >= 2:  # one a token: nobody reads those of unused places
+        return array
+    array = array.astype(jnp.float32)
+    _known_finite(name, array)
+    return array
 
 
 def check_append(

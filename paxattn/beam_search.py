@@ -62,7 +62,7 @@ class BeamSearchParams:
         if (
             isinstance(penalty, bool)
             or not isinstance(penalty, numbers.Real)
-            or not -50 <= float(penalty) <= 50
+            or not -50 <= penalty <= 50
         ):
             raise ValueError(f"length_penalty must be a number from -50 to 50; got {penalty!r}")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":

@@ -1,5 +1,6 @@
 """How many pages, rows and tokens an engine has, from a byte budget."""
 
+import numbers
 import os
 from dataclasses import dataclass
 
@@ -105,8 +106,8 @@ def plan_capacity(
     """
     if max_model_len is None:
         max_model_len = config.max_position_embeddings
-    for name, value in (("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs)):
-        _positive(name, value)
+    max_model_len = _positive("max_model_len", max_model_len)
+    max_num_seqs = _positive("max_num_seqs", max_num_seqs)
     if max_model_len > config.max_position_embeddings:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the model's max_position_embeddings="
@@ -128,10 +129,16 @@ def plan_capacity(
     if kv_cache_bytes is None:
         budget = max(_default_budget(), (pages_per_seq + 1) * page)
     else:
-        _positive("kv_cache_bytes", kv_cache_bytes)
-        budget = kv_cache_bytes
+        budget = _positive("kv_cache_bytes", kv_cache_bytes)
+    _check_memory(min(budget, full), page_size, kv_cache_bytes)
     pages = geometry.pages_in(min(budget, full)) - 1
     rows = max_num_seqs
+    tables = 4 * rows * pages_per_seq
+    if tables > max(pages * page, 2**28):
+        raise ValueError(
+            f"max_num_seqs={max_num_seqs}: the block tables of so many sequences take {tables:,} "
+            f"bytes, more than the pool of {pages * page:,}; lower max_num_seqs"
+        )
     if reserved:
         rows = min(max_num_seqs, pages // pages_per_seq)
         if rows < 1:
@@ -143,9 +150,29 @@ def plan_capacity(
     return Capacity(page_size, pages + 1, pages_per_seq, rows, max_model_len, page, reserved)
 
 
-def _positive(name: str, value) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _positive(name: str, value) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"{name} must be a positive integer; got {value!r}")
+    return int(value)
+
+
+def _check_memory(pool: int, page_size: int, kv_cache_bytes: int | None) -> None:
+    """Refuses a pool that this machine cannot hold; a GPU's memory is left to its allocator."""
+    if jax.default_backend() != "cpu" or pool <= (memory := _physical_memory()):
+        return
+    raise ValueError(
+        f"the KV pool would take {pool:,} bytes, and this machine has {memory:,}; "
+        + (
+            f"lower kv_cache_bytes={kv_cache_bytes}"
+            if kv_cache_bytes
+            else f"one sequence of max_model_len tokens in pages of page_size={page_size} needs "
+            "it: lower one of the two"
+        )
+    )
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _default_budget() -> int:
@@ -153,5 +180,4 @@ def _default_budget() -> int:
     stats = device.memory_stats() if device.platform == "gpu" else None
     if stats and "bytes_limit" in stats:
         return int(0.8 * (stats["bytes_limit"] - stats.get("bytes_in_use", 0)))
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(CPU_BUDGET, physical // 4)
+    return min(CPU_BUDGET, _physical_memory() // 4)

@@ -91,6 +91,12 @@ class LLM:
             raise ValueError(
                 f"preemption must be 'auto', 'recompute' or 'swap'; got {preemption!r}"
             )
+        for name, value in (
+            ("enable_prefix_caching", enable_prefix_caching),
+            ("compilation_cache", compilation_cache),
+        ):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False; got {value!r}")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"seed must be an integer; got {seed!r}")
         if isinstance(swap_bytes, bool) or not isinstance(swap_bytes, int) or swap_bytes < 0:
@@ -108,7 +114,7 @@ class LLM:
         self.params = huge_pages.copied(split(loaded.params, parts), self.dtype)
         self.cache = cache
         self.seed = seed
-        self.prefix_caching = bool(enable_prefix_caching)
+        self.prefix_caching = enable_prefix_caching
         if self.prefix_caching:
             _check_prefix_caching(self.config, cache)
         self.capacity: Capacity = plan_capacity(

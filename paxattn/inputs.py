@@ -98,15 +98,16 @@ def _parse(i: int, item: Any, params: SamplingParams, tokenizer: Any, vocab_size
     salt = item.get("cache_salt") if isinstance(item, Mapping) else None
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise ValueError(f"prompt {i}: cache_salt must be a non-empty string; got {salt!r}")
-    if salt is not None and not salt.isascii():
-        try:
-            salt.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"prompt {i}: cache_salt {salt!r} is no valid Unicode") from error
-    if isinstance(item, Mapping) and "prompt_token_ids" in item:
-        item = item["prompt_token_ids"]
-    elif isinstance(item, Mapping) and "prompt" in item:
-        item = item["prompt"]
+    if salt is not None:
+        _check_unicode(f"prompt {i}: cache_salt", salt)
+    if isinstance(item, Mapping) and not _is_message(item):
+        keys = [key for key in item if key != "cache_salt"]
+        if len(keys) != 1 or keys[0] not in ("prompt", "prompt_token_ids"):
+            raise ValueError(
+                f"prompt {i} is a dict with the keys {sorted(map(str, item))}; give 'prompt' or "
+                "'prompt_token_ids', and 'cache_salt' if you like"
+            )
+        item = item[keys[0]]
     text = None
     if hasattr(item, "tolist"):
         item = item.tolist()
@@ -114,7 +115,11 @@ def _parse(i: int, item: Any, params: SamplingParams, tokenizer: Any, vocab_size
         text, ids = item, _tokenize(i, item, tokenizer)
     elif isinstance(item, Sequence) and item and all(_is_message(m) for m in item):
         ids = _render_chat(i, item, tokenizer)
-    elif isinstance(item, Sequence) and all(_is_id(t) for t in item):
+    elif (
+        isinstance(item, Sequence)
+        and not isinstance(item, (bytes, bytearray))
+        and all(_is_id(t) for t in item)
+    ):
         ids = [int(t) for t in item]
     else:
         raise ValueError(
@@ -146,7 +151,15 @@ def _tokenize(i: int, text: str, tokenizer: Any) -> list[int]:
             f"prompt {i} is text, but this model has no tokenizer; pass token ids, or a model whose "
             "folder holds tokenizer.json"
         )
+    _check_unicode(f"prompt {i}:", text)
     return list(tokenizer(text)["input_ids"])
+
+
+def _check_unicode(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} {text!r:.80} is no valid Unicode ({error.reason})") from error
 
 
 def _render_chat(i: int, messages: Sequence[Mapping], tokenizer: Any) -> list[int]:
@@ -158,6 +171,7 @@ def _render_chat(i: int, messages: Sequence[Mapping], tokenizer: Any) -> list[in
     for m in messages:
         if not isinstance(m.get("content"), str):
             raise ValueError(f"prompt {i}: a chat message needs a text 'content'; got {dict(m)!r}")
+        _check_unicode(f"prompt {i}: the chat message", m["content"])
     rendered = tokenizer.apply_chat_template(
         [dict(m) for m in messages], add_generation_prompt=True, tokenize=False
     )

@@ -2,10 +2,12 @@
 
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 MAX_LOGPROBS = 20
+MAX_NUMBER = 2.0**127  # float32 holds it
 
 
 @dataclass(frozen=True)
@@ -83,15 +85,16 @@ def _tuple(name: str, values) -> tuple:
         return ()
     if hasattr(values, "tolist"):
         values = values.tolist()
-    if not isinstance(values, Iterable):
+    if not isinstance(values, Iterable) or isinstance(values, (bytes, Mapping)):
         raise ValueError(f"{name} must be a list; got {values!r}")
     return tuple(values)
 
 
-def _number(name: str, value, low: float, high: float) -> None:
+def _number(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name} must be a number; got {value!r}")
-    if math.isnan(value) or math.isinf(value) or not low <= float(value) <= high:
+    number: Any = value  # compared as it is: an integer may be too large for a float
+    if not low <= number <= min(high, MAX_NUMBER):
         raise ValueError(f"{name} must be a finite number in [{low}, {high}]; got {value}")
 
 

@@ -8,6 +8,9 @@ import tempfile
 import jax
 import pytest
 
+# Threads of torch, the reference, in several test processes at once wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -20,6 +23,20 @@ if "PAXATTN_TEST_PROGRAMS" not in os.environ:
 jax.config.update("jax_compilation_cache_dir", os.environ["PAXATTN_TEST_PROGRAMS"])
 jax.config.update("jax_compilation_cache_max_size", 2**33)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _optimisation(request):
+    """LLVM's optimisations only where a module asks: compiling is most of the suite's time.
+
+    XLA's own (what is fused, what is updated in place) are the same in both. All of them everywhere
+    with PAXATTN_TEST_OPTIMIZED=1.
+    """
+    every = os.environ.get("PAXATTN_TEST_OPTIMIZED") == "1"
+    without = not every and request.node.get_closest_marker("optimized") is None
+    if jax.config.values["jax_disable_most_optimizations"] != without:
+        jax.clear_caches()
+        jax.config.update("jax_disable_most_optimizations", without)
 
 
 def pytest_collection_modifyitems(items):

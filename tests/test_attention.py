@@ -16,6 +16,8 @@ from pallas_kernels.conformance_cases import Case, build
 from pallas_kernels.conformance_oracle import attend_ragged
 from pallas_kernels.options import AttentionOptions
 
+pytestmark = pytest.mark.optimized
+
 SPLIT_LAYOUTS = ["KNPD", "NPKD", "NKPD", "NKDP"]
 AXES = {"NPKD": (0, 1, 2, 3), "KNPD": (2, 0, 1, 3), "NKPD": (0, 2, 1, 3), "NKDP": (0, 2, 3, 1)}
 IMPLEMENTATIONS = ["xla", "reference"]

@@ -87,6 +87,21 @@ BAD_DECODE = {
         dict(k_scales_pages=np.ones((K, N, P), np.float32)),
         r"k_scale must be a scalar, \[K\] = \[2\], or .*\[6, 4, 2\].*got \[2, 6, 4\]",
     ),
+    "scale beyond float32": (dict(sm_scale=1e39), r"that float32 holds.*got 1e\+39"),
+    "scale True": (dict(sm_scale=True), r"got True"),
+    "cap beyond float32": (dict(attn_logits_soft_cap=1e39), r"float32 holds.*got 1e\+39"),
+    "cap below float32": (dict(attn_logits_soft_cap=1e-300), r"float32 holds.*got 1e-300"),
+    "cap an array": (dict(attn_logits_soft_cap=np.ones(2, np.float32)), r"soft_cap must be a pos"),
+    "cap True": (dict(attn_logits_soft_cap=True), r"got True"),
+    "sinks nan": (dict(sinks=np.full(4, np.nan, np.float32)), r"sinks must hold finite.*got nan"),
+    "sinks inf": (dict(sinks=np.full(4, np.inf, np.float32)), r"sinks must hold finite.*got inf"),
+    "slopes nan": (dict(alibi_slopes=np.full(4, np.nan, np.float32)), r"alibi_slopes must hold"),
+    "scale inf": (dict(k_scales_pages=np.float32(np.inf)), r"k_scale must hold finite.*got inf"),
+    "a wrapped length": (
+        dict(lengths=LENGTHS.astype(np.int64) + 2**32),
+        r"lengths holds 42949\d+, which int32 cannot",
+    ),
+    "a wrapped page": (dict(tables=TABLES.astype(np.int64) - 2**33), r"block_tables holds -85"),
     "implementation": (dict(implementation="cuda"), r"implementation must be one of .*got 'cuda'"),
     "a length past the table": (
         dict(lengths=np.array([9, 3, 0], np.int32)),
@@ -123,6 +138,10 @@ BAD_RAGGED = {
     ),
     "q_lens past q": (dict(cu=np.array([0, 2, 4, 4], np.int32)), r"within the 3 rows of q"),
     "falling": (dict(cu=np.array([0, 2, 1, 3], np.int32)), r"never fall.*\[0, 2, 1, 3\]"),
+    "a wrapped start": (
+        dict(cu=np.array([0, 2, 3, 2**32 + 3])),
+        r"cu_q_lens holds 4294967299, which int32 cannot",
+    ),
     "not from 0": (dict(cu=np.array([1, 2, 3, 3], np.int32)), r"must start at 0"),
     "more queries than tokens": (
         dict(cu=np.array([0, 1, 2, 3], np.int32)),
@@ -149,6 +168,15 @@ def test_rows_past_num_seqs_are_not_looked_at():
     )
     assert np.asarray(out)[:2].any()
     assert not np.asarray(out)[2:].any()
+
+
+def test_a_window_beyond_every_position_is_none():
+    np.testing.assert_array_equal(decode(sliding_window=2**40), decode())
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    none = np.full(4, -np.inf, np.float32)
+    np.testing.assert_allclose(decode(sinks=none), decode(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "attn_logits_soft_cap"])
@@ -200,6 +228,7 @@ BAD_APPEND = {
         dict(slots=LENGTHS.astype(np.float32)),
         r"slots must be \[T\] int32; got float32\[3\]",
     ),
+    "a wrapped slot": (dict(slots=[4, 5, 2**32 + 5]), r"slots holds 4294967301, which int32"),
     "k": (dict(k=Q), r"k must be \[T, K, D\] = \[3, 2, 8\].*got \[3, 4, 8\]"),
     "v": (dict(v=Q[:2, :K]), r"v must be .*got \[2, 2, 8\]"),
     "bits": (dict(k_pages=PAGES.astype(np.uint16), v_pages=PAGES.astype(np.uint16)), r"kv_dtype="),

@@ -163,6 +163,7 @@ def test_prompts_stay_cached_after_a_search(loaded):
         ({"beam_width": True}, "beam_width must be"),
         ({"max_tokens": 0}, "max_tokens must be"),
         ({"length_penalty": float("nan")}, "length_penalty must be"),
+        ({"length_penalty": 10**400}, "length_penalty must be"),
         ({"early_stopping": "soon"}, "early_stopping must be"),
         ({"n": 5}, "n must be from 1 to beam_width=4"),
     ],

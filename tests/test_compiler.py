@@ -13,6 +13,8 @@ from paxattn import compiler
 from paxattn.batch import row_bucket, row_bucket_below
 from paxattn.llama import ProductForm, linear
 
+pytestmark = pytest.mark.optimized
+
 FORMS = sorted(compiler._FORMS)
 
 

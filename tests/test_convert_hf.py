@@ -178,8 +178,18 @@ def test_a_file_instead_of_its_folder(folder):
         convert.load(folder / "model.safetensors")
 
 
+def test_nesting_beyond_all_use(folder):
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(convert.BadCheckpoint, match=r"config\.json: not readable as JSON"):
+        convert.load(folder)
+
+
 def test_folder_without_weights_or_anything(folder, tmp_path):
     (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    with pytest.raises(convert.BadCheckpoint, match=r"neither model\.safetensors nor [^;]*$"):
+        convert.load(folder)
+    (folder / "model.safetensors").rmdir()
     with pytest.raises(convert.BadCheckpoint, match=r"neither model\.safetensors nor"):
         convert.load(folder)
     (tmp_path / "empty").mkdir()

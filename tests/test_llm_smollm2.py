@@ -11,7 +11,7 @@ from test_llama import plain_transformers_model
 
 from paxattn import LLM, SamplingParams
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.optimized]
 
 PROMPTS = [
     "The capital of France is",

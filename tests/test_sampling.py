@@ -147,6 +147,8 @@ def test_logprobs_are_the_models_own():
         ({"top_p": 1.1}, "top_p"),
         ({"top_p": float("nan")}, "top_p"),
         ({"top_k": -2}, "top_k"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"stop": {"a": 1}}, "stop"),
         ({"top_k": 1.5}, "top_k"),
         ({"min_p": -0.1}, "min_p"),
         ({"max_tokens": 0}, "max_tokens"),
