@@ -412,12 +412,13 @@ def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterab
 
 
 def bar(total: int, label: str, unit: str = "it") -> Any:
-    """A tqdm bar to `update(n)` by hand, silent where the error stream is no terminal."""
+    """A tqdm bar to `update(n)` by hand; where the error stream is no terminal, one line at once."""
     from tqdm import tqdm
 
-    return tqdm(
-        total=total, desc=label, unit=unit, disable=not sys.stderr.isatty(), dynamic_ncols=True
-    )
+    silent = not sys.stderr.isatty()
+    if silent:
+        report(f"{label} ({total:,} {unit}{'' if total == 1 else 's'}) ...")
+    return tqdm(total=total, desc=label, unit=unit, disable=silent, dynamic_ncols=True)
 
 
 def report(*lines: Any) -> None:

@@ -420,7 +420,7 @@ def draw(result: dict):
         ylim=(0, 104), ylabel="share of the KV budget (%)", title="mean while requests wait"
     )
     axes[2].grid(visible=False)
-    axes[2].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes[2].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
     config = result["config"]
     figure.suptitle(
         f"{config['model']}: the same {config['requests']} requests, the same "
