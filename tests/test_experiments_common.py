@@ -241,11 +241,12 @@ def test_table():
     ]
 
 
-def test_progress_is_silent_outside_a_terminal(capsys):
+def test_progress_is_no_bar_outside_a_terminal(capsys):
     assert list(common.progress(range(3), "x")) == [0, 1, 2]
-    with common.bar(3, "x") as bar:
-        bar.update(3)
     assert capsys.readouterr() == ("", "")
+    with common.bar(3000, "serving", "token") as bar:
+        bar.update(3000)
+    assert capsys.readouterr() == ("serving (3,000 tokens) ...\n", "")
 
 
 def test_help_starts_without_jax():

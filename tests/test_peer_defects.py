@@ -16,7 +16,7 @@ from paxattn.invariants import broken, check
 ELSEWHERE = {
     "vLLM 936, pytorch/xla 9219: NaN from V outside the context": [
         "test_conformance.py::test_a_wrong_kernel_fails",  # its mutant unmasked_v
-        "test_engine.py::test_stale_pages_cannot_be_seen",
+        "test_engine_bits.py::test_stale_pages_cannot_be_seen",
     ],
     "vLLM 25780: recomputation after preemption counted as hits": [
         "test_engine_prefix.py::test_the_tokens_of_an_evicting_pool_are_the_same",
