@@ -69,7 +69,13 @@ def options(parser) -> None:
         choices=("float32", "bfloat16"),
         help="one run for each (default: both)",
     )
-    parser.add_argument("--workload", nargs="+", default=["W1"], choices=("W1", "W2"))
+    parser.add_argument(
+        "--workload",
+        nargs="+",
+        default=["W1"],
+        choices=("W1", "W2"),
+        help="W1: random lengths, all at once; W2: ShareGPT lengths that arrive one by one (default: W1)",
+    )
     parser.add_argument(
         "--repetitions", type=common.positive, help="of each system (default: 4; quick: 2)"
     )
@@ -91,8 +97,18 @@ def options(parser) -> None:
         metavar="INTERPRETER",
         help="a Python that has vLLM's CPU build; without it vLLM is left out",
     )
-    parser.add_argument("--max-num-seqs", type=int, default=32)
-    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument(
+        "--max-num-seqs",
+        type=common.positive,
+        default=32,
+        help="sequences at once, of every system (default: 32)",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=common.positive,
+        default=2048,
+        help="most tokens of a sequence (default: 2048)",
+    )
 
 
 def run(args) -> None:

@@ -63,7 +63,9 @@ def options(parser):
         help="pages of the pool (default: a third of what "
         "the requests would take at once without sharing)",
     )
-    parser.add_argument("--n", type=int, default=3, help="samples of the second request (3)")
+    parser.add_argument(
+        "--n", type=int, default=3, help="samples of the second request (default: 3)"
+    )
     parser.add_argument("--max-tokens", type=common.positive, help="longest answer (default: 40)")
     parser.add_argument(
         "--prefix-caching",

@@ -10,7 +10,12 @@ def option(parser):
         help="Hugging Face folder or hub id, GGUF file or checkpoint (default: "
         "SmolLM2-135M-Instruct; --quick: a random model)",
     )
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of weights and cache (default: auto, the weights' own; float32 for quantised ones)",
+    )
 
 
 def choose(args, **sizes):
