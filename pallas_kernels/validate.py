@@ -30,17 +30,18 @@ def indices(name: str, value: Any) -> jax.Array:
 
     JAX keeps the low 32 bits of the 64 that NumPy and lists have.
     """
-    if not isinstance(value, jax.Array):
-        array = np.asarray(value)
-        if array.dtype.kind in "iu" and array.size:
-            least, most = int(array.min()), int(array.max())
-            wrong = least if least < -(2**31) else most
-            require(
-                -(2**31) <= wrong < 2**31,
-                f"{name} holds {wrong}, which int32 cannot: {name} must be int32.",
-            )
-        value = array
-    return jnp.asarray(value)
+    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(value)):
+        return jnp.asarray(value)
+    array = np.asarray(value)
+    integers = array.dtype.kind in "iu" or all(isinstance(x, int) for x in array.flat)
+    if integers and array.size:
+        least, most = int(array.min()), int(array.max())
+        wrong = least if least < -(2**31) else most
+        require(
+            -(2**31) <= wrong < 2**31,
+            f"{name} holds {wrong}, which int32 cannot: {name} must be int32.",
+        )
+    return jnp.asarray(array)
 
 
 def check_pages(

@@ -170,6 +170,11 @@ def test_rows_past_num_seqs_are_not_looked_at():
     assert not np.asarray(out)[2:].any()
 
 
+def test_a_list_of_traced_lengths():
+    out = jax.jit(lambda a, b: decode(lengths=[a, b, 0]))(jnp.int32(3), jnp.int32(2))
+    np.testing.assert_array_equal(out, decode(lengths=np.array([3, 2, 0], np.int32)))
+
+
 def test_a_window_beyond_every_position_is_none():
     np.testing.assert_array_equal(decode(sliding_window=2**40), decode())
 
@@ -229,6 +234,7 @@ BAD_APPEND = {
         r"slots must be \[T\] int32; got float32\[3\]",
     ),
     "a wrapped slot": (dict(slots=[4, 5, 2**32 + 5]), r"slots holds 4294967301, which int32"),
+    "a slot beyond 64 bits": (dict(slots=[4, 5, -(2**70)]), r"slots holds -1180591620717411303424"),
     "k": (dict(k=Q), r"k must be \[T, K, D\] = \[3, 2, 8\].*got \[3, 4, 8\]"),
     "v": (dict(v=Q[:2, :K]), r"v must be .*got \[2, 2, 8\]"),
     "bits": (dict(k_pages=PAGES.astype(np.uint16), v_pages=PAGES.astype(np.uint16)), r"kv_dtype="),
