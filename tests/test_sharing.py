@@ -11,6 +11,8 @@ from paxattn.decode import State, _fork
 from paxattn.invariants import broken, check
 from paxattn.sampling import sample_seed
 
+pytestmark = pytest.mark.optimized
+
 PAGE = 2 * 2 * 2 * 16 * 4 * 8  # bytes of an 8-token page: k and v, layers, heads, dim, float32
 PROMPTS = [tiny.prompts(4, seed=1, longest=40)[i] for i in (1, 2, 3)] + [[9] * 16, [4]]
 SAMPLED = dict(temperature=1.1, max_tokens=12, ignore_eos=True)
