@@ -39,6 +39,22 @@ def _optimisation(request):
         jax.config.update("jax_disable_most_optimizations", without)
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    """A small random model."""
+    import tiny
+
+    return tiny.model()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Eight prompts for it."""
+    import tiny
+
+    return tiny.prompts()
+
+
 def pytest_collection_modifyitems(items):
     if jax.default_backend() == "gpu":
         return

@@ -13,11 +13,6 @@ PAGE = 2 * 2 * 2 * 16 * 4 * 8  # bytes of an 8-token page: k and v, layers, head
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return tiny.model()
-
-
-@pytest.fixture(scope="module")
 def llm(loaded):
     return LLM(loaded, page_size=8, max_num_seqs=12, compilation_cache=False)
 

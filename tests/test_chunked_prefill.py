@@ -11,11 +11,6 @@ PAGE = 2 * 2 * 2 * 16 * 4 * 8  # bytes of an 8-token page: k and v, layers, head
 PARAMS = SamplingParams(temperature=1.1, max_tokens=24, seed=3, logprobs=2, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return tiny.model()
-
-
 def engine(loaded, **options):
     options = {"page_size": 8, "max_num_seqs": 4, "compilation_cache": False, **options}
     return LLM(loaded, **options)

@@ -15,16 +15,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return tiny.model()
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    return tiny.prompts()
-
-
-@pytest.fixture(scope="module")
 def want(loaded, prompts):
     return [tiny.greedy(loaded, p, 24) for p in prompts]
 

@@ -2,22 +2,11 @@
 
 import jax.numpy as jnp
 import pytest
-import tiny
 from test_engine import PAGE, engine, tokens
 
 from paxattn import SamplingParams, kv_pool
 
 pytestmark = pytest.mark.optimized
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return tiny.model()
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    return tiny.prompts()
 
 
 def test_preemption_changes_no_bit_of_a_sampled_run(loaded, prompts):

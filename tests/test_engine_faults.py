@@ -11,11 +11,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0
 PROMPTS = [[1], [2], [3], [4], list(range(1, 101))]
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return tiny.model()
-
-
 @pytest.fixture
 def engine(loaded):
     options = {"page_size": 8, "max_num_seqs": 8, "compilation_cache": False}

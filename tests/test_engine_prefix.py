@@ -18,11 +18,6 @@ PROMPTS = [HEAD + RNG.integers(1, 256, n).tolist() for n in (1, 9, 30)]
 PROMPTS += [HEAD[:20] + [7] * 12, [5] * 25, HEAD[:32], HEAD[:32]]
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return tiny.model()
-
-
 def engine(loaded, **options):
     options = {"page_size": 8, "max_num_seqs": 8, "compilation_cache": False, **options}
     return LLM(loaded, **options)

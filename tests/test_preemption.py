@@ -10,11 +10,6 @@ PAGE = 2 * 2 * 2 * 16 * 4 * 8  # bytes of an 8-token page: k and v, layers, head
 PARAMS = SamplingParams(temperature=1.1, max_tokens=40, seed=3, logprobs=2, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return tiny.model()
-
-
 def engine(loaded, **options):
     return LLM(loaded, page_size=8, max_num_seqs=8, compilation_cache=False, **options)
 

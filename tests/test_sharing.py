@@ -19,11 +19,6 @@ SAMPLED = dict(temperature=1.1, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return tiny.model()
-
-
-@pytest.fixture(scope="module")
 def llm(loaded):
     return LLM(loaded, page_size=8, max_num_seqs=8, compilation_cache=False)
 
