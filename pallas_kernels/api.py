@@ -155,6 +155,7 @@ def paged_attention(
         kv_dtype=kv_dtype,
         return_lse=return_lse,
     )
+    faults.check_option_values(options)
     if faults.known(block_tables, lengths):
         faults.check_table_values("block_tables", block_tables, "lengths", lengths, geo)
     chosen = chosen_implementation("interpret" if interpret else implementation)
@@ -261,6 +262,7 @@ def ragged_paged_attention(
         return_lse=return_lse,
         narrow_products=narrow_products,
     )
+    faults.check_option_values(options)
     if faults.known(kv_lens, page_indices, cu_q_lens, num_seqs):
         count = faults.check_ragged_values(
             q.shape[0], kv_lens, cu_q_lens, num_seqs, kv_lens.shape[0]

@@ -10,12 +10,30 @@ import jax
 import numpy as np
 
 from pallas_kernels.layouts import Geometry
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.validate import require
 
 
 def known(*arrays: jax.Array | None) -> bool:
     """Whether all values are at hand: not traced, and on this host."""
     return not any(isinstance(a, jax.core.Tracer) for a in arrays if a is not None)
+
+
+def check_option_values(options: AttentionOptions) -> None:
+    """Checks the numbers of the options that are arrays, where they are at hand.
+
+    Not the scales of single tokens: those of unused places may be anything.
+    """
+    for name in ("sm_scale", "sinks", "alibi_slopes", "k_scale", "v_scale"):
+        value = getattr(options, name)
+        if value is None or not known(value) or np.ndim(value) > 1:
+            continue
+        numbers = np.asarray(value, np.float32).reshape(-1)
+        good = np.isfinite(numbers)
+        if name == "sinks":  # a sink of -inf is none
+            good |= numbers == -np.inf
+        if not good.all():
+            raise ValueError(f"{name} must hold finite numbers; got {numbers[~good][0]}.")
 
 
 def check_table_values(

@@ -8,14 +8,13 @@ The rules are those of `transformers` (`num_beams` beams, no sampling), token fo
 """
 
 import dataclasses
-import numbers
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
-from paxattn import batch
+from paxattn import batch, checks
 from paxattn.decode import Choice
 from paxattn.loop import Loop
 from paxattn.request import CompletionOutput, RequestOutput, Sequence
@@ -55,26 +54,17 @@ class BeamSearchParams:
         if isinstance(self.early_stopping, np.bool_):
             object.__setattr__(self, "early_stopping", bool(self.early_stopping))
         for name in ("beam_width", "max_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
-        penalty = self.length_penalty
-        if (
-            isinstance(penalty, bool)
-            or not isinstance(penalty, numbers.Real)
-            or not -50 <= penalty <= 50
-        ):
-            raise ValueError(f"length_penalty must be a number from -50 to 50; got {penalty!r}")
+            object.__setattr__(self, name, checks.integer(name, getattr(self, name), 1))
+        checks.number("length_penalty", self.length_penalty, -50, 50)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(
                 f"early_stopping must be True, False or 'never'; got {self.early_stopping!r}"
             )
-        if self.n is not None and (
-            isinstance(self.n, bool)
-            or not isinstance(self.n, int)
-            or not 1 <= self.n <= self.beam_width
-        ):
+        if self.n is None:
+            return
+        if not checks.is_integer(self.n) or not 1 <= self.n <= self.beam_width:
             raise ValueError(f"n must be from 1 to beam_width={self.beam_width}; got {self.n!r}")
+        object.__setattr__(self, "n", int(self.n))
 
     def sampling(self) -> SamplingParams:
         """What the beams' sequences are run with."""

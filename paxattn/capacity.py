@@ -1,12 +1,12 @@
 """How many pages, rows and tokens an engine has, from a byte budget."""
 
-import numbers
 import os
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+from paxattn.checks import integer
 from paxattn.geometry import PageGeometry
 from paxattn.llama_config import LlamaConfig
 
@@ -106,8 +106,8 @@ def plan_capacity(
     """
     if max_model_len is None:
         max_model_len = config.max_position_embeddings
-    max_model_len = _positive("max_model_len", max_model_len)
-    max_num_seqs = _positive("max_num_seqs", max_num_seqs)
+    max_model_len = integer("max_model_len", max_model_len, 1)
+    max_num_seqs = integer("max_num_seqs", max_num_seqs, 1)
     if max_model_len > config.max_position_embeddings:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the model's max_position_embeddings="
@@ -129,11 +129,11 @@ def plan_capacity(
     if kv_cache_bytes is None:
         budget = max(_default_budget(), (pages_per_seq + 1) * page)
     else:
-        budget = _positive("kv_cache_bytes", kv_cache_bytes)
+        budget = integer("kv_cache_bytes", kv_cache_bytes, 1)
     _check_memory(min(budget, full), page_size, kv_cache_bytes)
     pages = geometry.pages_in(min(budget, full)) - 1
     rows = max_num_seqs
-    tables = 4 * rows * pages_per_seq
+    tables = 4 * rows * pages_per_seq  # bytes; a quarter of a gigabyte harms nobody
     if tables > max(pages * page, 2**28):
         raise ValueError(
             f"max_num_seqs={max_num_seqs}: the block tables of so many sequences take {tables:,} "
@@ -148,12 +148,6 @@ def plan_capacity(
                 f"the null page; give at least {(pages_per_seq + 1) * page} or lower max_model_len"
             )
     return Capacity(page_size, pages + 1, pages_per_seq, rows, max_model_len, page, reserved)
-
-
-def _positive(name: str, value) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(f"{name} must be a positive integer; got {value!r}")
-    return int(value)
 
 
 def _check_memory(pool: int, page_size: int, kv_cache_bytes: int | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxattn import beam_search, compiler, completion, huge_pages
+from paxattn import beam_search, checks, compiler, completion, huge_pages
 from paxattn.batch import PREFILL_BUCKETS, row_bucket
 from paxattn.beam_search import BeamSearchParams
 from paxattn.capacity import Capacity, plan_capacity
@@ -97,10 +97,9 @@ class LLM:
         ):
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False; got {value!r}")
-        if isinstance(seed, bool) or not isinstance(seed, int):
+        if not checks.is_integer(seed):
             raise ValueError(f"seed must be an integer; got {seed!r}")
-        if isinstance(swap_bytes, bool) or not isinstance(swap_bytes, int) or swap_bytes < 0:
-            raise ValueError(f"swap_bytes must be 0 or a positive integer; got {swap_bytes!r}")
+        swap_bytes = checks.integer("swap_bytes", swap_bytes, 0)
         wanted = compute_dtype(dtype)
         if compilation_cache:
             _use_compilation_cache()
@@ -113,7 +112,7 @@ class LLM:
         parts = compiler.products(False, self.dtype).form.parts
         self.params = huge_pages.copied(split(loaded.params, parts), self.dtype)
         self.cache = cache
-        self.seed = seed
+        self.seed = int(seed)
         self.prefix_caching = enable_prefix_caching
         if self.prefix_caching:
             _check_prefix_caching(self.config, cache)
@@ -488,12 +487,12 @@ def _mixed_tokens(budget: Any, max_rows: int) -> int | None:
     if budget is None:
         return None
     least = 2 * row_bucket(max_rows)
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < least:
+    if not checks.is_integer(budget) or budget < least:
         raise ValueError(
             f"max_num_batched_tokens must be None or an integer of at least {least}, twice the "
             f"rows that max_num_seqs={max_rows} needs; got {budget!r}"
         )
-    return budget
+    return int(budget)
 
 
 def _check_prefix_caching(config: Any, cache: str) -> None:

@@ -1,11 +1,11 @@
 """What a user hands to the engine, checked and brought into one form."""
 
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from paxattn.checks import is_integer
 from paxattn.sampling_params import SamplingParams
 
 
@@ -81,13 +81,9 @@ def _as_list(prompts: Any) -> list:
             f"{type(prompts).__name__}"
         )
     items = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    if items and (_is_id(items[0]) or _is_message(items[0])):
+    if items and (is_integer(items[0]) or _is_message(items[0])):
         return [items]
     return items
-
-
-def _is_id(x: Any) -> bool:
-    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
 def _is_message(x: Any) -> bool:
@@ -118,7 +114,7 @@ def _parse(i: int, item: Any, params: SamplingParams, tokenizer: Any, vocab_size
     elif (
         isinstance(item, Sequence)
         and not isinstance(item, (bytes, bytearray))
-        and all(_is_id(t) for t in item)
+        and all(is_integer(t) for t in item)
     ):
         ids = [int(t) for t in item]
     else:

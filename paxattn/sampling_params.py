@@ -1,13 +1,11 @@
 """How a request is sampled and when it stops: the names that vLLM's users know."""
 
-import math
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from paxattn import checks
 
 MAX_LOGPROBS = 20
-MAX_NUMBER = 2.0**127  # float32 holds it
 
 
 @dataclass(frozen=True)
@@ -52,28 +50,28 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         ids = _tuple("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ids)
-        _integer("n", self.n, 1)
-        _number("temperature", self.temperature, 0.0, math.inf)
+        checks.integer("n", self.n, 1)
+        checks.number("temperature", self.temperature, 0.0)
         if 0 < self.temperature < 1e-6:
             raise ValueError(
                 f"temperature={self.temperature} is too small to divide by; use 0 for greedy"
             )
-        _integer("top_k", self.top_k, -1)
-        _number("top_p", self.top_p, 0.0, 1.0)
+        checks.integer("top_k", self.top_k, -1)
+        checks.number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p <= 0:
             raise ValueError(f"top_p must be in (0, 1]; got {self.top_p}")
-        _number("min_p", self.min_p, 0.0, 1.0)
+        checks.number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
-        _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+            checks.integer("seed", self.seed, -(2**63), 2**64 - 1)
+        checks.integer("max_tokens", self.max_tokens, 1)
+        checks.integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         for s in stop:
             if not isinstance(s, str) or not s:
                 raise ValueError(f"stop must hold non-empty strings; got {s!r}")
         for i in self.stop_token_ids:
-            _integer("stop_token_ids", i, 0)
+            checks.integer("stop_token_ids", i, 0)
         if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            checks.integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, int(value))  # NumPy's integers overflow
@@ -88,19 +86,3 @@ def _tuple(name: str, values) -> tuple:
     if not isinstance(values, Iterable) or isinstance(values, (bytes, Mapping)):
         raise ValueError(f"{name} must be a list; got {values!r}")
     return tuple(values)
-
-
-def _number(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} must be a number; got {value!r}")
-    number: Any = value  # compared as it is: an integer may be too large for a float
-    if not low <= number <= min(high, MAX_NUMBER):
-        raise ValueError(f"{name} must be a finite number in [{low}, {high}]; got {value}")
-
-
-def _integer(name: str, value, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name} must be an integer; got {value!r}")
-    if int(value) < low or (high is not None and int(value) > high):
-        bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} must be {bound}; got {value}")

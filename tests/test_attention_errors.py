@@ -12,6 +12,7 @@ Q = np.ones((B, H, D), np.float32)
 PAGES = np.ones((N, P, K, D), np.float32)  # as "NPKD"
 TABLES = np.array([[1, 2], [3, -1], [10**7, 5]], np.int32)
 LENGTHS = np.array([8, 3, 0], np.int32)
+VARIED = np.random.default_rng(0).normal(size=(2, *PAGES.shape)).astype(np.float32)
 
 
 def decode(q=Q, k=PAGES, v=PAGES, tables=TABLES, lengths=LENGTHS, *rest, **options):
@@ -95,6 +96,8 @@ BAD_DECODE = {
     "cap True": (dict(attn_logits_soft_cap=True), r"got True"),
     "sinks nan": (dict(sinks=np.full(4, np.nan, np.float32)), r"sinks must hold finite.*got nan"),
     "sinks inf": (dict(sinks=np.full(4, np.inf, np.float32)), r"sinks must hold finite.*got inf"),
+    "scale an array of nan": (dict(sm_scale=np.float32(np.nan)), r"sm_scale must hold finite"),
+    "cap a text": (dict(attn_logits_soft_cap="30"), r"soft_cap must be a pos.*got '30'"),
     "slopes nan": (dict(alibi_slopes=np.full(4, np.nan, np.float32)), r"alibi_slopes must hold"),
     "scale inf": (dict(k_scales_pages=np.float32(np.inf)), r"k_scale must hold finite.*got inf"),
     "a wrapped length": (
@@ -170,18 +173,26 @@ def test_rows_past_num_seqs_are_not_looked_at():
     assert not np.asarray(out)[2:].any()
 
 
+def varied(**options):
+    """A good call whose result depends on every argument."""
+    return decode(k=VARIED[0], v=VARIED[1], **options)
+
+
 def test_a_list_of_traced_lengths():
-    out = jax.jit(lambda a, b: decode(lengths=[a, b, 0]))(jnp.int32(3), jnp.int32(2))
-    np.testing.assert_array_equal(out, decode(lengths=np.array([3, 2, 0], np.int32)))
+    out = jax.jit(lambda a, b: varied(lengths=[a, b, 0]))(jnp.int32(3), jnp.int32(2))
+    want = varied(lengths=np.array([3, 2, 0], np.int32))
+    np.testing.assert_allclose(out, want, rtol=1e-6)
+    assert np.any(np.abs(out - varied()) > 1e-3)
 
 
 def test_a_window_beyond_every_position_is_none():
-    np.testing.assert_array_equal(decode(sliding_window=2**40), decode())
+    np.testing.assert_array_equal(varied(sliding_window=2**40), varied())
+    assert np.any(np.asarray(varied(sliding_window=2)) != varied())
 
 
 def test_a_sink_of_minus_infinity_is_none():
     none = np.full(4, -np.inf, np.float32)
-    np.testing.assert_allclose(decode(sinks=none), decode(), rtol=1e-6)
+    np.testing.assert_allclose(varied(sinks=none), varied(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "attn_logits_soft_cap"])

@@ -288,8 +288,9 @@ def test_bad_options_are_named(loaded, options, says):
 
 
 def test_sizes_may_be_numbers_of_numpy(loaded):
-    llm = engine(loaded, max_num_seqs=np.int32(2), max_model_len=np.int64(64))
-    assert (llm.capacity.max_rows, llm.capacity.max_model_len) == (2, 64)
+    sizes = dict(max_num_seqs=np.int32(2), max_model_len=np.int64(64), seed=np.int64(3))
+    llm = engine(loaded, **sizes, swap_bytes=np.int64(0))
+    assert (llm.capacity.max_rows, llm.capacity.max_model_len, llm.seed) == (2, 64, 3)
 
 
 def test_text_that_is_no_unicode_is_refused():
