@@ -8,8 +8,8 @@ pages of memory instead of huge ones. All programs take turns, round after round
 machine's mood meets all of them alike. Parts overlap and fuse in the whole step, so their sum need
 not be its time.
 
-Page allocation is measured inside the whole step, as the sum of its operations in a trace: as a
-program of its own it would take less time than it takes to start a program.
+Page allocation is measured inside the whole step, as the sum of its operations in a trace: a program
+of its own would show what it takes to start one.
 
 The floor of a part is max(bytes / bandwidth, operations / peak), both measured in the same run:
 bandwidth of reading by an update in place of a large array, peak by a large matrix product in the
@@ -37,10 +37,7 @@ JSON keys (DIR/profile_step.json):
 from __future__ import annotations
 
 import os
-import re
-import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -48,6 +45,7 @@ from typing import Any
 
 import common
 import numpy as np
+from timing import InPlace, machine, take_turns, traced
 
 PAGE = 16
 ALLOCATION = "allocation"
@@ -116,64 +114,6 @@ def first_layers(model, count: int):
         config=replace(model.config, num_layers=count),
         params={k: v for k, v in model.params.items() if k not in dropped},
     )
-
-
-# --- timing -------------------------------------------------------------------------------------
-
-
-def take_turns(programs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
-    """[rounds, 2] seconds of every program: on the clock, and of CPU time in all threads."""
-    import jax
-
-    times: dict[str, list] = {name: [] for name in programs}
-    for i in range(rounds + 1):
-        for name, program in programs.items():
-            cpu, clock = time.process_time(), time.perf_counter()
-            jax.block_until_ready(program())
-            if i:  # the first round warms up
-                times[name].append((time.perf_counter() - clock, time.process_time() - cpu))
-    return {name: np.array(t) for name, t in times.items()}
-
-
-def machine(dtype) -> dict[str, float]:
-    """What this machine reaches: bytes/s of reading memory, floating point operations/s."""
-    import jax
-    import jax.numpy as jnp
-
-    from paxattn import compiler, huge_pages
-
-    size = 2**29 // 4  # half a gigabyte, beyond the largest caches
-    n = 2048
-
-    def product(kind, options):
-        contract = (((1,), (1,)), ((), ()))
-        a = jnp.ones((n, n), kind)
-        f = jax.jit(
-            lambda a: jax.lax.dot_general(a, a, contract, preferred_element_type=jnp.float32),
-            compiler_options=options,
-        )
-        return lambda: f(a)
-
-    # The fastest of these: bfloat16 is not always faster than the float32 that could stand for it.
-    dots = {
-        "float32": product(jnp.float32, {}),
-        "plain": product(dtype, {}),
-        "as the engine's": product(dtype, compiler.products(True, dtype).options),
-    }
-    # XLA reduces on one thread, but updates in place on all: what it reads meanwhile is counted.
-    add = jax.jit(lambda x: x + 1, donate_argnums=0)
-    held = [huge_pages.backed(jnp.zeros(size, jnp.int32))]
-
-    def update():
-        held[0] = add(held[0])
-        return held[0]
-
-    times = take_turns({"update": update, **dots}, 7)
-    best = {name: float(t[:, 0].min()) for name, t in times.items()}
-    return {
-        "bandwidth_bytes_per_s": 4 * size / best["update"],
-        "peak_flops": 2 * n**3 / min(best[name] for name in dots),
-    }
 
 
 # --- one step in parts --------------------------------------------------------------------------
@@ -276,18 +216,15 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
     hot = sampling._replace(temperature=jnp.ones(batch, jnp.float32))
     zero = jnp.zeros(batch, jnp.int32)
     pool = huge_pages.backed(pool_of(size))
-    jitted: dict[str, tuple] = {
+    parts_of_step: dict[str, tuple] = {
         "dense layers": (jit(dense), params, tokens, lengths),
         "unembedding": (unembed, params, hidden),
         "attention": (jit(attention), pool, q, grown.block_tables, grown.lengths),
         "greedy choice": (jit(lambda x: choose(as_computed(x))), computed),
         "sampling": (jit(partial(sample, greedy=False)), logits, hot, zero),
     }
-    programs = {name: partial(f, *xs) for name, (f, *xs) in jitted.items()}
-    temporaries = {
-        name: f.lower(*xs).compile().memory_analysis().temp_size_in_bytes
-        for name, (f, *xs) in jitted.items()
-    }
+    compiled = {name: f.lower(*xs).compile() for name, (f, *xs) in parts_of_step.items()}
+    programs = {name: partial(compiled[name], *xs) for name, (_, *xs) in parts_of_step.items()}
     programs["KV write"] = InPlace(
         jit(write, donate_argnums=0), huge_pages.backed(pool_of(size)), kv, slots
     )
@@ -308,9 +245,7 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
     programs["whole step, usual pages"] = whole_program(
         memory, of_size, pool_of(size), usual_params
     )
-    for name, program in programs.items():
-        if isinstance(program, InPlace):
-            temporaries[name] = program.program.memory_analysis().temp_size_in_bytes
+    compiled |= {n: p.program for n, p in programs.items() if isinstance(p, InPlace)}
     times = take_turns(programs, rounds)
     del times[BEFORE]
 
@@ -324,7 +259,7 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
             "cpu_ms": 1e3 * cpu,
             "floor_ms": None if floor is None else 1e3 * floor,
             "ratio": None if floor is None else median / floor,
-            "temporary_bytes": temporaries.get(name),
+            "temporary_bytes": compiled[name].memory_analysis().temp_size_in_bytes,
         }
     allocation, share = traced(programs["whole step"], ALLOCATION, rounds)
     parts[ALLOCATION] = dict.fromkeys(parts["whole step"]) | {"median_ms": allocation}
@@ -345,51 +280,6 @@ def profile(config, params, dtype, batch, context, rounds, limits) -> dict[str, 
         "usual_pages": over("whole step, usual pages", "whole step", 0),
         "allocation_share": share,
     }
-
-
-class InPlace:
-    """A program whose donated pool comes back as its first result, ready for the next call.
-
-    The pool is the only KVPool among the arguments.
-    """
-
-    def __init__(self, f, *arguments):
-        from paxattn.kv_pool import KVPool
-
-        self.held = list(arguments)
-        self.at = next(i for i, x in enumerate(arguments) if isinstance(x, KVPool))
-        self.program = f.lower(*arguments).compile()
-
-    def __call__(self):
-        self.held[self.at], rest = self.program(*self.held)
-        return self.held[self.at], rest
-
-
-def traced(step: InPlace, scope: str, rounds: int) -> tuple[float | None, float | None]:
-    """Milliseconds of one scope's operations in a step, and their share of the whole program.
-
-    Medians of `rounds` traced steps; None where the trace does not name the operations. What is
-    fused counts where the fused kernel's result belongs.
-    """
-    import jax
-
-    entry = step.program.as_text().partition("\nENTRY ")[2]
-    lines = [line for line in entry.splitlines() if f"/{scope}/" in line]
-    names = {re.sub(r"^\s*(ROOT )?%?", "", line).partition(" ")[0] for line in lines}
-    own, whole = [], []
-    for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                began = time.perf_counter()
-                jax.block_until_ready(step())
-                whole.append(1e3 * (time.perf_counter() - began))
-            (path,) = Path(folder).rglob("*.xplane.pb")
-            planes = jax.profiler.ProfileData.from_file(str(path)).planes
-            events = [e for plane in planes for line in plane.lines for e in line.events]
-        own.append(1e-6 * sum(e.duration_ns for e in events if e.name in names))
-    if not all(own):
-        return None, None
-    return float(np.median(own)), float(np.median(np.divide(own, whole)))
 
 
 def floor_seconds(c, dtype, batch, context, params, limits) -> dict[str, float]:

@@ -44,30 +44,35 @@ def trace_file(tmp_path, text):
     return str(path)
 
 
-# --- profile_step -----------------------------------------------------------------------------
+# --- timing -----------------------------------------------------------------------------------
 
 
 def test_a_part_is_found_in_the_trace_of_a_step():
     import jax
     import jax.numpy as jnp
-    import profile_step
+    import timing
 
     from paxattn import kv_pool
 
     def step(pool, x):
-        with jax.named_scope("small"):
+        with jax.named_scope("some"):
             y = jnp.sort(x[0, :4])
-        with jax.named_scope("large"):
+        with jax.named_scope("others"):
             y = jnp.sort(x @ x, axis=0) + y[0]
         return pool, y
 
     f = jax.jit(step, donate_argnums=0)
-    program = profile_step.InPlace(f, kv_pool.init(1, 4, 8, 1, 4), jnp.ones((300, 300)))
-    small, of_small = profile_step.traced(program, "small", 3)
-    large, of_large = profile_step.traced(program, "large", 3)
-    assert 0 < small < large
-    assert 0 < of_small < of_large < 1
-    assert profile_step.traced(program, "absent", 1) == (None, None)
+    program = timing.InPlace(f, kv_pool.init(1, 4, 8, 1, 4), jnp.ones((300, 300)))
+    text = program.program.as_text()
+    some, others = timing.operations(text, "some"), timing.operations(text, "others")
+    assert any("sort" in name for name in some)
+    assert any("sort" in name for name in others)
+    assert not some & others
+    for scope in ("some", "others"):
+        milliseconds, share = timing.traced(program, scope, 2)
+        assert milliseconds > 0
+        assert 0 < share < 1
+    assert timing.traced(program, "absent", 1) == (None, None)
 
 
 # --- kv_size ----------------------------------------------------------------------------------
