@@ -14,8 +14,6 @@ import tiny
 
 from paxattn import LLM, SamplingParams, huge_pages
 
-pytestmark = pytest.mark.optimized
-
 PARAMS = {
     "embedding": np.arange(35, dtype=np.float32).reshape(7, 5),
     "kernel": (np.full((1, 3), 0.1, np.float32), jnp.ones((2, 3))),
