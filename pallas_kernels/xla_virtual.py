@@ -5,9 +5,11 @@ the sum spelled out term by term, and the block table then gathers from F. XLA f
 into the gather: F never exists, only the table's pages are computed, each read once from the pool
 where it lies, in vectors over p. Weights times V likewise, in vectors over d.
 
-Rows are taken longest first in small groups, each group with its own number of chunks: work grows
-with the tokens present, not with the batch times its longest sequence, and a row's arithmetic is the
-same in every batch.
+A sequence is cut into a few spans of chunks, whose softmax states are joined at the end. Spans are
+taken longest first in small groups, each group with its own number of chunks: work grows with the
+tokens present, not with the batch times its longest sequence, and a lone long sequence is a group of
+its own. Where a sequence is cut depends on its length alone, so a row's arithmetic is the same in
+every batch.
 
 On 2 cores (3 KV heads of 64, 3 queries each, P = 16, float32 and bfloat16 alike) this takes half the
 time of the chunk loop in `xla_decode`. It rests on XLA's fusion, so a test watches the size of the
@@ -17,6 +19,7 @@ compiled program's temporaries.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +31,6 @@ from pallas_kernels.xla_decode import (
     LOW,
     Softmax,
     bend,
-    chunk_range,
     empty,
     finish,
     over_keys,
@@ -36,10 +38,13 @@ from pallas_kernels.xla_decode import (
 )
 
 # By measurement, with pages in huge pages of memory: 32 rows of 50-350 tokens take 1.1 times as long in
-# chunks of 64, groups of 32 rows are 1.05 times slower there and 1.1 times faster where all rows are
-# as long; with 8 rows of which few are alive, groups of 8 take 1.5 times as long as groups of 4.
+# chunks of 64; groups of 32 spans are 1.1 times as fast where all are as long, and as much slower
+# where they are not; with 8 rows of which few are alive, groups of 8 take 1.5 times as long as groups
+# of 4. Cut into spans, one row of 1,000 tokens takes 0.6 of the time that it takes whole, 30 rows of
+# exponentially distributed lengths (mean 400) 0.7, and 32 rows of 1,024 each 1.06.
 CHUNK_TOKENS = 128
-GROUP_ROWS = 16
+SPANS, SPAN_TOKENS = 4, 384  # at most so many spans a sequence, of so many tokens or more
+GROUP = 16  # spans
 FEW_ROWS, GROUP_OF_FEW = 8, 4
 # D terms are spelled out, and P for each page that is summed in place; past this D + P the program
 # takes too long to compile.
@@ -67,45 +72,91 @@ def decode(
     """One query token a sequence: the last of `lengths` tokens."""
     geo = layouts.geometry(k_pages.shape, options.kv_layout)
     batch, heads, head_dim = q.shape
+    q_rows = q.astype(jnp.float32).reshape(batch, geo.num_kv_heads, -1, head_dim)
     pages = max(1, CHUNK_TOKENS // geo.page_size)
-    group = min(GROUP_ROWS if batch > FEW_ROWS else GROUP_OF_FEW, batch)
-    # Longest first, so that neighbours in a group are alike; one sort serves every layer.
-    order = jnp.argsort(-lengths)
-    padding = -batch % group
-
-    def sorted_rows(x: jax.Array) -> jax.Array:
-        return jnp.pad(x[order], ((0, padding), *((0, 0) for _ in x.shape[1:])))
-
-    rows = (
-        sorted_rows(q.astype(jnp.float32).reshape(batch, geo.num_kv_heads, -1, head_dim)),
-        sorted_rows(pad_tables(block_tables, pages)),
-        sorted_rows(lengths),
-    )
+    tables = pad_tables(block_tables, pages)
+    group = GROUP if batch > FEW_ROWS else GROUP_OF_FEW
+    plan = _plan(lengths, tables.shape[1] // pages, pages * geo.page_size, group, options)
 
     def body(i: jax.Array, state: Softmax) -> Softmax:
-        q, tables, lens = (jax.lax.dynamic_slice_in_dim(x, i * group, group) for x in rows)
-        new = _group(q, k_pages, v_pages, tables, lens, pages, geo, options)
+        at = i * group
+        row, first, count = (
+            jax.lax.dynamic_slice_in_dim(x, at, group) for x in (plan.row, plan.first, plan.chunks)
+        )
+        new = _group(
+            q_rows.at[row].get(mode="promise_in_bounds"),
+            *(k_pages, v_pages, tables, row, lengths[row], first, count, pages, geo, options),
+        )
         return Softmax(
             *(
-                jax.lax.dynamic_update_slice_in_dim(x, y, i * group, axis=0)
+                jax.lax.dynamic_update_slice_in_dim(x, y, at, axis=0)
                 for x, y in zip(state, new, strict=True)
             )
         )
 
-    groups = -(-jnp.sum(lengths > 0, dtype=jnp.int32) // group)
-    state = jax.lax.fori_loop(0, groups, body, empty(rows[0].shape[:3], head_dim))
-    sinks = None if options.sinks is None else options.sinks.reshape(1, *rows[0].shape[1:3])
-    out, lse = finish(state, sinks)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(batch, dtype=order.dtype))
-    return out[place].reshape(q.shape).astype(q.dtype), lse[place].reshape(batch, heads)
+    groups = -(-jnp.sum(plan.chunks > 0, dtype=jnp.int32) // group)
+    state = empty((plan.row.shape[0], *q_rows.shape[1:3]), head_dim)
+    state = jax.lax.fori_loop(0, groups, body, state)
+    sinks = None if options.sinks is None else options.sinks.reshape(1, *q_rows.shape[1:3])
+    out, lse = finish(_joined(state, plan), sinks)
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(batch, heads)
+
+
+class _Plan(NamedTuple):
+    """The spans that the sequences are cut into, the longest first; S of them, or unused."""
+
+    row: jax.Array  # [S] int32, whose it is
+    first: jax.Array  # [S] int32, its first chunk
+    chunks: jax.Array  # [S] int32, how many; 0 if unused
+    place: jax.Array  # [B, spans of a row] int32, where they stand
+    used: jax.Array  # [B, spans of a row] bool
+
+
+def _plan(
+    lengths: jax.Array, most: int, chunk: int, group: int, options: AttentionOptions
+) -> _Plan:
+    """Cuts sequences of at most `most` chunks into spans, by their lengths alone."""
+    end = jnp.minimum(-(-lengths // chunk), most)
+    start = jnp.zeros_like(end)
+    if options.sliding_window is not None:
+        start = jnp.minimum(jnp.maximum(lengths - options.sliding_window, 0) // chunk, end)
+    fewest = max(1, SPAN_TOKENS // chunk)
+    spans = min(SPANS, -(-most // fewest))
+    span = jnp.maximum(-(-(end - start) // spans), fewest)[:, None]  # chunks
+    first = start[:, None] + jnp.arange(spans, dtype=jnp.int32)[None, :] * span
+    count = jnp.clip(end[:, None] - first, 0, span)  # [B, spans]
+    order = jnp.argsort(-count.reshape(-1)).astype(jnp.int32)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
+    # From a single group XLA makes another program, three times as slow.
+    padding = max(-order.size % group, 2 * group - order.size)
+    row = jnp.arange(order.size, dtype=jnp.int32) // spans
+    row, firsts, counts = (jnp.pad(x.reshape(-1)[order], (0, padding)) for x in (row, first, count))
+    return _Plan(row, firsts, counts, place.reshape(count.shape), count > 0)
+
+
+def _joined(parts: Softmax, plan: _Plan) -> Softmax:
+    """The softmax states of the rows from those of their spans: [S, ...] to [B, ...]."""
+    top = jnp.where(plan.used[..., None, None], parts.top[plan.place], LOW)  # [B, spans, K, G]
+    best = jnp.max(top, axis=1)
+    weight = jnp.where(plan.used[..., None, None], _exp(top - best[:, None]), 0.0)
+    out: jax.Array | float = 0.0
+    total: jax.Array | float = 0.0
+    for i in range(plan.place.shape[1]):  # in this order whatever the batch
+        part = Softmax(*(x.at[plan.place[:, i]].get(mode="promise_in_bounds") for x in parts))
+        out = out + weight[:, i, ..., None] * part.out
+        total = total + weight[:, i] * part.total
+    return Softmax(jnp.asarray(out), best, jnp.asarray(total))
 
 
 def _group(
     q: jax.Array,  # [W, K, G, D] float32
     k_pages: jax.Array,
     v_pages: jax.Array,
-    tables: jax.Array,  # [W, M] int32, M whole chunks
+    tables: jax.Array,  # [B, M] int32, M whole chunks
+    rows: jax.Array,  # [W] int32, whose table
     lengths: jax.Array,  # [W] int32
+    first: jax.Array,  # [W] int32, a span's first chunk
+    count: jax.Array,  # [W] int32, its chunks
     pages: int,
     geo: layouts.Geometry,
     options: AttentionOptions,
@@ -119,9 +170,9 @@ def _group(
     width, kv_heads, groups, head_dim = q.shape
     size = geo.page_size
     q_heads = q[:, None]
-    first, last = chunk_range(lengths - 1, lengths, pages * size, tables, pages, options)
+    steps = jnp.max(count)
     row = jnp.arange(width, dtype=jnp.uint32)
-    column = jnp.arange(pages, dtype=jnp.uint32)[:, None]
+    column = jnp.arange(pages, dtype=jnp.int32)[:, None]
     offset = jnp.arange(size, dtype=jnp.int32)[None, None, :]
 
     def weigh(
@@ -136,12 +187,16 @@ def _group(
         # Without the barrier XLA moves the widening of bfloat16 out of the loop, and widens the
         # whole pool.
         k_all, v_all, i = jax.lax.optimization_barrier((k_pages, v_pages, i))
-        ids = jax.lax.dynamic_slice_in_dim(tables, i * pages, pages, axis=1).T  # [C, W]
-        ids, page_ok = safe_ids(ids, geo.num_pages)
+        chunk = jnp.minimum(first + i, tables.shape[1] // pages - 1)
+        page = chunk[None, :] * pages + column  # [C, W]
+        ids = tables.at[rows[None, :], page].get(mode="promise_in_bounds")
+        alive = i < count[None, :]
+        # Behind a span's end stands the null page, so that no memory of another span is read.
+        ids, page_ok = safe_ids(jnp.where(alive, ids, 0), geo.num_pages)
+        page_ok &= alive
         at = ids.astype(jnp.uint32)
-        page = i * pages + jnp.arange(pages, dtype=jnp.int32)
         # By page, so that a kernel finds the visible slots of one with a comparison of two numbers.
-        start = lengths[None, :] - 1 - page[:, None] * size  # [C, W]: the query's place in it
+        start = lengths[None, :] - 1 - page * size  # [C, W]: the query's place in it
         mask = visible(offset, start[..., None], options.sliding_window)
         mask &= page_ok[..., None]  # [C, W, P]
 
@@ -156,7 +211,7 @@ def _group(
         # A branch that is always taken: XLA fuses nothing across it. Otherwise every kernel that
         # reads the weights computes the exponentials again, and attention takes 1.25 times as long.
         top, p, keep = jax.lax.cond(
-            first <= i,
+            i < steps,
             weigh,
             lambda s, top, mask: (top, s, jnp.zeros(mask.shape, jnp.int32)),
             *(s, state.top, mask),
@@ -172,14 +227,14 @@ def _group(
             product = _sum(_weighted_values(p, keep, v_all, c, (row, at[c])) for c in range(pages))
         else:
             every = slice(None)
-            products = _weighted_values(p, keep, v_all, every, (column, row, at))
+            products = _weighted_values(p, keep, v_all, every, (column.astype(jnp.uint32), row, at))
             product = _sum(products[c] for c in range(pages))
         return Softmax(state.out * shrink[..., None] + product, top, total)
 
     state = empty((width, kv_heads, groups), head_dim)
     # By slot, so that a chunk is added in vectors.
     state = state._replace(total=jnp.zeros((*state.total.shape, size), jnp.float32))
-    state = jax.lax.fori_loop(first, last, step, state)
+    state = jax.lax.fori_loop(0, steps, step, state)
     # Term by term: XLA sums an axis in an order that depends on the batch.
     return state._replace(total=_sum(state.total[..., j] for j in range(size)))
 

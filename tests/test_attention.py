@@ -236,9 +236,9 @@ def test_decode_rows_are_bit_identical_in_any_batch(kv_layout, stored, window):
 def test_decode_rows_are_bit_identical_in_batches_of_all_sizes(
     page_size, kv_heads, groups, head_dim, stored
 ):
-    """Rows are taken in groups whose size depends on the batch's."""
+    """Rows are cut into spans, and taken in groups whose size depends on the batch's."""
     rng = np.random.default_rng(0)
-    pages = -(-150 // page_size)
+    pages = -(-1700 // page_size)
     k, v = (
         rng.standard_normal((8 * pages + 1, kv_heads, *axes)).astype(np.float32)
         for axes in ((head_dim, page_size), (page_size, head_dim))
@@ -249,22 +249,56 @@ def test_decode_rows_are_bit_identical_in_batches_of_all_sizes(
         )
     q = rng.standard_normal((8, kv_heads * groups, head_dim)).astype(np.float32)
     tables = rng.permutation(np.arange(1, 8 * pages + 1)).reshape(8, pages).astype(np.int32)
-    lengths = np.array([150, 3, 0, 77, 64, 1, 129, 100], np.int32)
+    lengths = np.array([150, 3, 0, 1700, 384, 1, 385, 1025], np.int32)
 
-    def attend(batch):
-        repeated = (np.tile(x, (batch // 8, *(1,) * (x.ndim - 1))) for x in (q, tables, lengths))
-        q_, tables_, lengths_ = repeated
+    def attend(rows, tables=tables):
         return paged_attention(
-            *(q_, k, v, tables_, lengths_),
+            *(q[rows], k, v, tables[rows], lengths[rows]),
             kv_layout="NKDP",
             kv_dtype="bfloat16" if stored == "uint16" else None,
             return_lse=True,
         )
 
-    few = attend(8)
-    for batch in (16, 32):
-        for one, many in zip(few, attend(batch), strict=True):
-            np.testing.assert_array_equal(many, np.concatenate([one] * (batch // 8)), strict=True)
+    few = attend(np.arange(8))
+    longer_table = np.pad(tables, ((0, 0), (0, 2 * pages)))
+    others = [(np.tile(np.arange(8), 4), tables), (np.array([7, 3, 3]), longer_table)]
+    for rows, wide in others:
+        for one, many in zip(few, attend(rows, wide), strict=True):
+            np.testing.assert_array_equal(many, one[rows], strict=True)
+
+
+@pytest.mark.parametrize("kv_layout", SPLIT_LAYOUTS)
+@pytest.mark.parametrize("window", [None, 1, 500, 1400])
+def test_decode_of_long_sequences(kv_layout, window):
+    """Longer than a chunk, a span and the spans' least size; windows that begin anywhere in them."""
+    case = Case(
+        "",
+        lengths=(1800, 384, 0, 385, 640, 1537, 130),
+        table_width=225,
+        soft_cap=8.0,
+        sliding_window=window,
+        sinks=True,
+        alibi=True,
+        sm_scale=0.5,
+    )
+    arrays = build(case, dirty=True)
+    out, lse = paged_attention(
+        arrays.q,
+        *in_layout(arrays.k_pages, arrays.v_pages, kv_layout),
+        arrays.tables,
+        arrays.lengths,
+        kv_layout=kv_layout,
+        sm_scale=0.5,
+        attn_logits_soft_cap=8.0,
+        sliding_window=window,
+        sinks=arrays.features.sinks,
+        alibi_slopes=arrays.features.alibi_slopes,
+        return_lse=True,
+        implementation="xla",
+    )
+    expected, expected_lse = oracle(case, arrays)
+    assert compare(np.asarray(out, np.float64), expected, 1e-5).status == "pass"
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
