@@ -1,6 +1,7 @@
 """Strict numerics for every test, and the reasons for which a test is skipped."""
 
 import atexit
+import collections
 import os
 import shutil
 import tempfile
@@ -55,7 +56,16 @@ def prompts():
     return tiny.prompts()
 
 
+def pytest_configure(config):
+    # pytest-xdist would hand out the files with most tests first, and the slow ones have few.
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items):
+    # Files with slow tests first, so that no worker is alone with one in the end.
+    slow = collections.Counter(item.path for item in items if "slow" in item.keywords)
+    items.sort(key=lambda item: -slow[item.path])
     if jax.default_backend() == "gpu":
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU; jax sees only " + jax.default_backend())
