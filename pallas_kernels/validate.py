@@ -121,7 +121,8 @@ def check_query(q: jax.Array, geo: Geometry, axes: str) -> None:
         q.dtype.name in FLOAT_DTYPES,
         f"q must be one of {', '.join(FLOAT_DTYPES)}; got {q.dtype.name}.",
     )
-    _, heads, head_dim = q.shape
+    rows, heads, head_dim = q.shape
+    require(rows > 0, f"q has no rows (shape {q.shape}): leave the call out of an empty batch.")
     require(
         head_dim == geo.head_dim,
         f"q has head dim {head_dim}, the pages have {geo.head_dim} (read as {geo}); check "

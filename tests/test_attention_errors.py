@@ -44,6 +44,10 @@ BAD_DECODE = {
     ),
     "lengths of another batch": (dict(lengths=LENGTHS[:1]), r"lengths must have shape \(3,\)"),
     "q without heads": (dict(q=Q[:, 0]), r"q must be \[B, H, D\]"),
+    "an empty batch": (
+        dict(q=Q[:0], tables=TABLES[:0], lengths=LENGTHS[:0]),
+        r"q has no rows \(shape \(0, 4, 8\)\): leave the call out",
+    ),
     "int q": (
         dict(q=Q.astype(np.int32)),
         r"q must be one of float32, bfloat16, float16; got int32",
@@ -127,6 +131,7 @@ def test_decode_refuses(name):
 
 BAD_RAGGED = {
     "jax's decode order": (dict(kv_lens=TABLES, tables=LENGTHS), r"The order is \(q, kv_pages"),
+    "no tokens": (dict(q=Q[:0]), r"q has no rows"),
     "one array": (dict(pages=PAGES), r"needs kv_pages = \(k_pages, v_pages\); got one array"),
     "two arrays": (dict(kv_layout="NP2KD"), r"pass one interleaved array"),
     "odd heads": (
