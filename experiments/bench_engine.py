@@ -420,13 +420,14 @@ def warmed_up(worker: Worker, work: dict) -> dict:
     Requests that arrive while programs compile pile up, and do not meet those of a steady stream: then
     the workload is served until nothing is compiled, but four times at most.
     """
-    first = answer = worker.serve(work)
-    for _ in range(3 if work["arrivals"] else 0):
-        compiled = answer["facts"].get("compiled_programs")
-        answer = worker.serve(work) if compiled is not None else answer
-        if answer["facts"].get("compiled_programs") == compiled:
+    first = worker.serve(work)
+    facts = first["facts"]
+    again = 3 if work["arrivals"] and "compiled_programs" in facts else 0
+    for _ in range(again):
+        before, facts = facts, worker.serve(work)["facts"]
+        if facts["compiled_programs"] == before["compiled_programs"]:
             break
-    return {**first, "facts": answer["facts"]}
+    return {**first, "facts": facts}
 
 
 def summary(answers, tokens, work, ready, reference) -> dict[str, Any]:

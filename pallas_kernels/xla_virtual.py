@@ -127,7 +127,7 @@ def _plan(
     count = jnp.clip(end[:, None] - first, 0, span)  # [B, spans]
     order = jnp.argsort(-count.reshape(-1)).astype(jnp.int32)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
-    # From a single group XLA makes another program, three times as slow.
+    # Of a single group XLA makes another program: 8 rows of 256 took 24 ms in it, 9 in two groups.
     padding = max(-order.size % group, 2 * group - order.size)
     row = jnp.arange(order.size, dtype=jnp.int32) // spans
     row, firsts, counts = (jnp.pad(x.reshape(-1)[order], (0, padding)) for x in (row, first, count))

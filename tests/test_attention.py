@@ -40,6 +40,28 @@ def oracle(case, arrays):
     return attend_ragged(*wide, arrays.clean_tables, lengths, q_lens, arrays.features)
 
 
+def assert_equals_oracle(case, kv_layout, implementation):
+    """A decode with everything that bends its logits."""
+    arrays = build(case, dirty=True)
+    out, lse = paged_attention(
+        arrays.q,
+        *in_layout(arrays.k_pages, arrays.v_pages, kv_layout),
+        arrays.tables,
+        arrays.lengths,
+        kv_layout=kv_layout,
+        sm_scale=case.sm_scale,
+        attn_logits_soft_cap=case.soft_cap,
+        sliding_window=case.sliding_window,
+        sinks=arrays.features.sinks,
+        alibi_slopes=arrays.features.alibi_slopes,
+        return_lse=True,
+        implementation=implementation,
+    )
+    expected, expected_lse = oracle(case, arrays)
+    assert compare(np.asarray(out, np.float64), expected, 1e-5).status == "pass"
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-5, rtol=0)
+
+
 DECODE = Case(
     "decode",
     lengths=(0, 1, 7, 8, 9, 45),
@@ -56,25 +78,7 @@ DECODE = Case(
 @pytest.mark.parametrize("kv_layout", SPLIT_LAYOUTS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_decode(implementation, kv_layout):
-    arrays = build(DECODE, dirty=True)
-    pages = in_layout(arrays.k_pages, arrays.v_pages, kv_layout)
-    out, lse = paged_attention(
-        arrays.q,
-        *pages,
-        arrays.tables,
-        arrays.lengths,
-        kv_layout=kv_layout,
-        sm_scale=0.5,
-        attn_logits_soft_cap=4.0,
-        sliding_window=30,
-        sinks=arrays.features.sinks,
-        alibi_slopes=arrays.features.alibi_slopes,
-        return_lse=True,
-        implementation=implementation,
-    )
-    expected, expected_lse = oracle(DECODE, arrays)
-    assert compare(np.asarray(out, np.float64), expected, 1e-5).status == "pass"
-    np.testing.assert_allclose(lse, expected_lse, atol=2e-5, rtol=0)
+    assert_equals_oracle(DECODE, kv_layout, implementation)
 
 
 RAGGED = Case(
@@ -270,7 +274,7 @@ def test_decode_rows_are_bit_identical_in_batches_of_all_sizes(
 @pytest.mark.parametrize("kv_layout", SPLIT_LAYOUTS)
 @pytest.mark.parametrize("window", [None, 1, 500, 1400])
 def test_decode_of_long_sequences(kv_layout, window):
-    """Longer than a chunk, a span and the spans' least size; windows that begin anywhere in them."""
+    """Several chunks and spans, at and beside their ends; windows that begin anywhere in them."""
     case = Case(
         "",
         lengths=(1800, 384, 0, 385, 640, 1537, 130),
@@ -281,24 +285,7 @@ def test_decode_of_long_sequences(kv_layout, window):
         alibi=True,
         sm_scale=0.5,
     )
-    arrays = build(case, dirty=True)
-    out, lse = paged_attention(
-        arrays.q,
-        *in_layout(arrays.k_pages, arrays.v_pages, kv_layout),
-        arrays.tables,
-        arrays.lengths,
-        kv_layout=kv_layout,
-        sm_scale=0.5,
-        attn_logits_soft_cap=8.0,
-        sliding_window=window,
-        sinks=arrays.features.sinks,
-        alibi_slopes=arrays.features.alibi_slopes,
-        return_lse=True,
-        implementation="xla",
-    )
-    expected, expected_lse = oracle(case, arrays)
-    assert compare(np.asarray(out, np.float64), expected, 1e-5).status == "pass"
-    np.testing.assert_allclose(lse, expected_lse, atol=2e-5, rtol=0)
+    assert_equals_oracle(case, kv_layout, "xla")
 
 
 @pytest.mark.parametrize(

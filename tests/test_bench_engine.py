@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -80,6 +81,28 @@ def test_summary_by_hand():
     assert got["time_between_tokens_ms"] == {"median": 500.0, "p99": 500.0}
     assert got["same_as_transformers"] == {"requests": 0.5, "tokens": 0.5}
     assert got["compiled_after_warm_up"] == 0
+
+
+@pytest.mark.parametrize(
+    ("programs", "arrivals", "served"),
+    [
+        ([3, 3], [0.0], 2),  # once more shows that nothing compiles
+        ([3, 5, 5, 5], [0.0], 3),
+        ([1, 2, 3, 4, 5], [0.0], 4),  # and then that is that
+        ([3, 5], None, 1),  # all requests are there at once: one run meets all programs
+        ([None, None], [0.0], 1),  # a peer says nothing of its programs
+    ],
+)
+def test_warm_up_goes_on_while_programs_compile(programs, arrivals, served):
+    answers = [
+        {"seconds": i, "facts": {} if n is None else {"compiled_programs": n}}
+        for i, n in enumerate(programs)
+    ]
+    left = iter(answers)
+    worker = SimpleNamespace(serve=lambda work: next(left))
+    answer = bench.warmed_up(worker, {"arrivals": arrivals})
+    assert len(answers) - len(list(left)) == served
+    assert answer == {"seconds": 0, "facts": answers[served - 1]["facts"]}
 
 
 def test_transformers_reads_the_folder_as_the_same_model(tmp_path):
