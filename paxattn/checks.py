@@ -31,4 +31,4 @@ def number(name: str, value: Any, low: float, high: float = MOST) -> None:
         raise ValueError(f"{name} must be a number; got {value!r}")
     found: Any = value  # compared as it is: an integer may be too large for a float
     if not low <= found <= high:
-        raise ValueError(f"{name} must be a finite number in [{low}, {high}]; got {value}")
+        raise ValueError(f"{name} must be a finite number in [{low:g}, {high:g}]; got {value}")
